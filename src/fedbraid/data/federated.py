@@ -1,0 +1,127 @@
+"""Federated data as the engine reads it: flat arrays sorted by client, with offsets.
+
+All examples of all clients lie in one array per field; client ``i`` owns rows ``offsets[i]`` to ``offsets[i + 1]``.
+Nothing is padded, and a field may be a memory map: it is an ordinary NumPy array to everything here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+MASK = "mask"  # the field that batches carry beside the data's own
+
+
+@dataclass(frozen=True)
+class Split:
+    """Examples grouped by client.
+
+    >>> split = Split.from_clients([{"x": np.zeros((3, 2))}, {"x": np.ones((1, 2))}])
+    >>> split.num_clients, split.num_examples, split.sizes.tolist()
+    (2, 4, [3, 1])
+    """
+
+    arrays: Mapping[str, np.ndarray]
+    offsets: np.ndarray
+    ids: Sequence[str] = ()
+
+    @classmethod
+    def from_clients(cls, clients: Sequence[Mapping[str, Any]], ids: Sequence[str] = ()) -> Split:
+        """One mapping of arrays per client, all with the same fields."""
+        if not clients:
+            raise ValueError("a split needs at least one client, got none")
+        names = sorted(clients[0])
+        for i, client in enumerate(clients):
+            if sorted(client) != names:
+                raise ValueError(f"client {i} has fields {sorted(client)}, client 0 has {names}")
+            lengths = {name: len(client[name]) for name in names}
+            if len(set(lengths.values())) > 1:
+                raise ValueError(f"client {i}: fields differ in length: {lengths}")
+        sizes = [len(client[names[0]]) for client in clients]
+        arrays = {name: np.concatenate([np.asarray(client[name]) for client in clients]) for name in names}
+        return cls(arrays, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64), tuple(ids))
+
+    @classmethod
+    def from_assignment(cls, arrays: Mapping[str, np.ndarray], parts: Sequence[np.ndarray], ids=()) -> Split:
+        """Rows ``parts[i]`` of plain arrays go to client ``i``: what a partitioner returns, applied."""
+        order = np.concatenate(parts) if len(parts) else np.zeros(0, np.int64)
+        offsets = np.concatenate([[0], np.cumsum([len(p) for p in parts])]).astype(np.int64)
+        return cls({name: np.asarray(a)[order] for name, a in arrays.items()}, offsets, tuple(ids))
+
+    @property
+    def num_clients(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def num_examples(self) -> int:
+        return int(self.offsets[-1])
+
+    @property
+    def sizes(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for a in self.arrays.values())
+
+    def client(self, i: int) -> dict[str, np.ndarray]:
+        """Client ``i``'s own rows (views, not copies)."""
+        rows = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
+        return {name: a[rows] for name, a in self.arrays.items()}
+
+    def name_of(self, i: int) -> str:
+        return f"client {i} ({self.ids[i]})" if len(self.ids) else f"client {i}"
+
+    def check(self, *, empty_ok: bool = False, finite: bool = True) -> None:
+        """Refuse what would fail later: bad offsets, empty clients, NaN. Names the client and the field."""
+        if not self.arrays:
+            raise ValueError("the data has no fields")
+        if MASK in self.arrays:
+            raise ValueError(f"the field name {MASK!r} is reserved for the batches' own mask; rename that field")
+        if self.offsets[0] != 0 or np.any(self.sizes < 0):
+            raise ValueError("offsets must start at 0 and never decrease")
+        if len(self.ids) and len(self.ids) != self.num_clients:
+            raise ValueError(f"{len(self.ids)} client ids for {self.num_clients} clients")
+        for name, array in self.arrays.items():
+            if len(array) != self.num_examples:
+                raise ValueError(f"field {name!r} has {len(array)} rows, the offsets end at {self.num_examples}")
+        if not empty_ok and np.any(self.sizes == 0):
+            i = int(np.argmin(self.sizes))
+            raise ValueError(f"{self.name_of(i)} has no examples; drop empty clients before training")
+        if finite:
+            for name, array in self.arrays.items():
+                if np.issubdtype(array.dtype, np.floating):
+                    self._check_finite(name, array)
+
+    def _check_finite(self, name: str, array: np.ndarray, rows: int = 1 << 16) -> None:
+        for start in range(0, len(array), rows):
+            bad = ~np.isfinite(array[start : start + rows]).reshape(min(rows, len(array) - start), -1).all(1)
+            if bad.any():
+                row = start + int(np.argmax(bad))
+                i = int(np.searchsorted(self.offsets, row, side="right")) - 1
+                raise ValueError(
+                    f"field {name!r} of {self.name_of(i)} is not finite in its row {row - int(self.offsets[i])}; "
+                    "clean the data before training"
+                )
+
+
+@dataclass(frozen=True)
+class FederatedData:
+    """What a run needs: a train split, and a test split by the same or by other clients."""
+
+    train: Split
+    test: Split | None = None
+    name: str = "data"
+    info: Mapping[str, Any] = field(default_factory=dict)  # source, licence, number of classes ...
+
+    def check(self) -> None:
+        self.train.check()
+        if self.test is not None:
+            self.test.check(empty_ok=True)
+            if set(self.test.arrays) != set(self.train.arrays):
+                raise ValueError(
+                    f"train has fields {sorted(self.train.arrays)}, test has {sorted(self.test.arrays)}: they must agree"
+                )
