@@ -1,0 +1,17 @@
+"""Models as pure functions: the papers' networks, and doors for the user's own."""
+
+from fedbraid.models.linear import softmax_regression
+from fedbraid.models.mlp import mlp
+from fedbraid.models.model import Model, from_functions, total
+from fedbraid.models.registry import MODELS, build, resolve
+
+__all__ = [
+    "MODELS",
+    "Model",
+    "build",
+    "from_functions",
+    "mlp",
+    "resolve",
+    "softmax_regression",
+    "total",
+]

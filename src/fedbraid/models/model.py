@@ -1,0 +1,137 @@
+"""What a model is to everything else: four pure functions over a pytree of arrays.
+
+A *batch* is a dict of arrays with one leading axis of B examples, plus ``batch["mask"]`` of shape [B]: 1 for a real
+example, 0 for padding. Images and features lie in ``batch["x"]``, targets in ``batch["y"]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+Batch = Mapping[str, Any]
+PyTree = Any
+
+
+class Model(NamedTuple):
+    """A model as pure functions; ``params`` is a pytree of arrays and of nothing else, so optax and ``vmap`` just work.
+
+    One law ties ``loss`` and ``metrics`` together: ``total(metrics(params, batch)["loss"])`` is
+    ``loss(params, batch, None)``, up to rounding.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from fedbraid.models import softmax_regression, total
+    >>> model = softmax_regression(d=2, classes=3)
+    >>> params = model.init(jax.random.key(0))
+    >>> batch = {"x": jnp.ones((4, 2)), "y": jnp.array([0, 1, 2, 0]), "mask": jnp.array([1.0, 1.0, 1.0, 0.0])}
+    >>> round(float(model.loss(params, batch, None)), 4), round(float(total(model.metrics(params, batch)["loss"])), 4)
+    (1.0986, 1.0986)
+    """
+
+    init: Callable[[Array], PyTree]  # (key) -> params
+    loss: Callable[[PyTree, Batch, Array | None], Array]  # (params, batch, key) -> scalar; key None: no dropout
+    metrics: Callable[[PyTree, Batch], dict[str, tuple[Array, Array]]]  # {name: (sums [B], weights [B])}
+    predict: Callable[[PyTree, Array], Array]  # (params, x) -> logits or outputs, evaluation mode
+
+
+def mask_of(batch: Batch) -> Array:
+    """The batch's mask, all ones when it has none."""
+    if "mask" in batch:
+        return batch["mask"]
+    return jnp.ones(batch["x"].shape[0], jnp.float32)
+
+
+def ratio(numerator: Array, denominator: Array) -> Array:
+    """``numerator / denominator``, and 0 where nothing was counted (a batch of padding alone)."""
+    return numerator / jnp.where(denominator > 0, denominator, 1)
+
+
+def total(metric: tuple[Array, Array]) -> Array:
+    """A metric over all examples it was computed on: the sum of its sums over the sum of its weights.
+
+    >>> import jax.numpy as jnp
+    >>> float(total((jnp.array([1.0, 0.0, 1.0]), jnp.array([1.0, 1.0, 2.0]))))
+    0.5
+    """
+    sums, weights = metric
+    return ratio(jnp.sum(sums), jnp.sum(weights))
+
+
+def supervised(
+    init: Callable[[Array], PyTree],
+    apply: Callable[[PyTree, Array, Array | None], Array],
+    per_example: Callable[[Array, Array, Array], Mapping[str, tuple[Array, Array]]],
+    penalty: Callable[[PyTree], Array] | None = None,
+) -> Model:
+    """A model from a network and a scorer: the one place where masks, means and penalties are dealt with.
+
+    Args:
+        init: (key) -> params.
+        apply: (params, x, key) -> outputs; ``key`` is None in evaluation mode.
+        per_example: (outputs, y, mask) -> {name: (sums [B], weights [B])}, masks applied; one is named ``"loss"``.
+        penalty: (params) -> scalar added to the mean loss, such as l2.
+    """
+
+    def loss(params: PyTree, batch: Batch, key: Array | None = None) -> Array:
+        outputs = apply(params, batch["x"], key)
+        value = total(per_example(outputs, batch["y"], mask_of(batch))["loss"])
+        return value if penalty is None else value + penalty(params)
+
+    def metrics(params: PyTree, batch: Batch) -> dict[str, tuple[Array, Array]]:
+        scores = dict(per_example(apply(params, batch["x"], None), batch["y"], mask_of(batch)))
+        if penalty is not None:
+            sums, weights = scores["loss"]
+            scores["loss"] = (sums + weights * penalty(params), weights)
+        return scores
+
+    return Model(init, loss, metrics, lambda params, x: apply(params, x, None))
+
+
+def score_classes(logits: Array, y: Array, mask: Array) -> dict[str, tuple[Array, Array]]:
+    """Cross entropy and top-1 accuracy of integer labels; logits [B, classes]."""
+    mask = mask.astype(logits.dtype)
+    # Padding may carry any label; a real label out of range gives nan rather than a silently wrong loss.
+    y = jnp.where(mask > 0, y.astype(jnp.int32), 0)
+    return {
+        "loss": (cross_entropy(logits, y) * mask, mask),
+        "accuracy": ((jnp.argmax(logits, -1) == y) * mask, mask),
+    }
+
+
+def cross_entropy(logits: Array, y: Array) -> Array:
+    """-log softmax(logits)[y] over the last axis; nan where ``y`` is not a class."""
+    picked = jnp.take_along_axis(logits, y[..., None], axis=-1, mode="fill", fill_value=jnp.nan)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - picked
+
+
+def from_functions(
+    init: Callable[[Array], PyTree],
+    loss: Callable[[PyTree, Batch, Array | None], Array],
+    metrics: Callable[[PyTree, Batch], dict[str, tuple[Array, Array]]] | None = None,
+    predict: Callable[[PyTree, Array], Array] | None = None,
+) -> Model:
+    """A model from the user's own functions; ``loss`` must take the mask into account itself.
+
+    Without ``metrics`` the only metric is the batch's loss, weighted by its real examples.
+
+    >>> import jax, jax.numpy as jnp
+    >>> model = from_functions(lambda key: jnp.zeros(2), lambda p, batch, key: jnp.sum((p - 1) ** 2))
+    >>> float(model.loss(model.init(jax.random.key(0)), {}, None))
+    2.0
+    """
+    for name, function in (("init", init), ("loss", loss)):
+        if not callable(function):
+            raise ValueError(f"from_functions needs a callable {name}, got {function!r}")
+
+    def loss_alone(params: PyTree, batch: Batch) -> dict[str, tuple[Array, Array]]:
+        mask = mask_of(batch)
+        return {"loss": (mask * loss(params, batch, None), mask)}
+
+    def no_predict(params: PyTree, x: Array) -> Array:
+        raise ValueError("this model was made by from_functions without predict: pass predict=(params, x) -> outputs")
+
+    return Model(init, loss, metrics or loss_alone, predict or no_predict)

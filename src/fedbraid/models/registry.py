@@ -1,0 +1,110 @@
+"""Models by name, sized from a data set: what a config file names."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fedbraid.models.linear import softmax_regression
+from fedbraid.models.mlp import mlp
+from fedbraid.models.model import Model
+
+Shapes = Mapping[str, Sequence[int]]
+
+MODELS: dict[str, Callable[..., Model]] = {
+    "softmax_regression": softmax_regression,
+    "mlp": mlp,
+}
+"""Every model that a config can name, and its factory."""
+
+
+def _flat(shapes: Shapes) -> int:
+    return math.prod(shapes["x"])
+
+
+# What each factory takes from the data set: argument -> (shapes, num_classes) -> value.
+_SIZES: dict[str, dict[str, Callable[[Shapes, int | None], Any]]] = {
+    "softmax_regression": {"d": lambda s, k: _flat(s), "classes": lambda s, k: k},
+    "mlp": {"d": lambda s, k: _flat(s), "classes": lambda s, k: k},
+}
+
+
+def build(name: str, example_shapes: Shapes, num_classes: int | None = None, **options: Any) -> Model:
+    """The model called ``name``, sized for a data set.
+
+    Args:
+        name: a name in ``MODELS``, or ``"module:attribute"`` (see ``resolve``) of a ``Model`` or of a function that
+            returns one; that function gets ``options``, and ``example_shapes`` and ``num_classes`` if it asks for them.
+        example_shapes: the shape of one example of each field, such as ``{"x": (28, 28), "y": ()}``.
+        num_classes: how many labels there are (for sequences: symbols); None for regression.
+        options: further arguments of the factory; they override what the data set says.
+
+    >>> model = build("mlp", {"x": (28, 28), "y": ()}, 62, hidden=[50])
+    >>> import jax
+    >>> [layer["w"].shape for layer in model.init(jax.random.key(0))]
+    [(784, 50), (50, 62)]
+    """
+    if ":" in name:
+        return _build_user(name, example_shapes, num_classes, options)
+    if name not in MODELS:
+        raise ValueError(f"no model is called {name!r}; there are {', '.join(MODELS)}, or give 'module:attribute'")
+    factory = MODELS[name]
+    allowed = list(inspect.signature(factory).parameters)
+    for option in options:
+        if option not in allowed:
+            raise ValueError(f"model {name!r} has no option {option!r}; it takes {', '.join(allowed)}")
+    if "x" not in example_shapes:
+        raise ValueError(f"model {name!r} reads the field 'x', the data has {sorted(example_shapes)}; rename its input")
+    sizes = {}
+    for argument, size in _SIZES[name].items():
+        if argument in options:
+            continue
+        sizes[argument] = size(example_shapes, num_classes)
+        if sizes[argument] is None:
+            raise ValueError(
+                f"model {name!r} needs {argument!r} and the data does not say it: set the option {argument}"
+            )
+    return factory(**sizes, **options)
+
+
+def _build_user(name: str, example_shapes: Shapes, num_classes: int | None, options: dict[str, Any]) -> Model:
+    found = resolve(name)
+    if not isinstance(found, Model):
+        if not callable(found):
+            raise ValueError(f"{name} is a {type(found).__name__}, not a Model nor a function that returns one")
+        parameters = inspect.signature(found).parameters
+        offered = {"example_shapes": example_shapes, "num_classes": num_classes}
+        arguments = {key: value for key, value in offered.items() if key in parameters} | options
+        try:
+            inspect.signature(found).bind(**arguments)
+        except TypeError as error:
+            raise ValueError(f"{name} cannot be called with the options {sorted(arguments)}: {error}") from None
+        found = found(**arguments)
+    elif options:
+        raise ValueError(f"{name} is a finished model and takes no options, got {sorted(options)}")
+    if not isinstance(found, Model):
+        raise ValueError(f"{name} returned a {type(found).__name__}; it must return a fedbraid.models.Model")
+    return found
+
+
+def resolve(reference: str) -> Any:
+    """The object at ``"module:attribute"``; the module must be importable from where the program runs.
+
+    >>> resolve("fedbraid.models:mlp").__name__
+    'mlp'
+    """
+    module, _, attribute = reference.partition(":")
+    if not module or not attribute:
+        raise ValueError(f"expected 'module:attribute', got {reference!r}")
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"cannot import {module!r} of {reference!r}: {error}") from None
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{reference!r}: {getattr(found, '__name__', found)} has no {part!r}")
+        found = getattr(found, part)
+    return found
