@@ -6,7 +6,7 @@ Nothing is padded, and a field may be a memory map: it is an ordinary NumPy arra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,18 +110,45 @@ class Split:
 
 @dataclass(frozen=True)
 class FederatedData:
-    """What a run needs: a train split, and a test split by the same or by other clients."""
+    """What a run needs: a train split, and a test split by the same or by other clients.
+
+    When ``test`` (or ``validation``) is by the same clients it lists them in the same order, empty ones included, so that
+    client ``i`` of one is client ``i`` of the other (``aligned`` says so). ``unseen`` holds clients that never train.
+    ``preprocess(batch, key, train)`` maps a batch of stored fields to what a model reads (``fedbraid.data.preprocess``);
+    it is pure and belongs inside the compiled step, because stores keep small integers and augmentation must be fresh.
+    """
 
     train: Split
     test: Split | None = None
     name: str = "data"
     info: Mapping[str, Any] = field(default_factory=dict)  # source, licence, number of classes ...
+    preprocess: Callable[[Mapping[str, Any], Any, bool], dict[str, Any]] | None = None
+    validation: Split | None = None
+    unseen: Split | None = None
+
+    @property
+    def aligned(self) -> bool:
+        """Whether test client ``i`` is train client ``i``."""
+        test = self.test
+        if test is None or test.num_clients != self.train.num_clients:
+            return False
+        return len(test.ids) == len(self.train.ids) and all(
+            a == b for a, b in zip(test.ids, self.train.ids, strict=True)
+        )
+
+    @property
+    def splits(self) -> dict[str, Split]:
+        """The splits there are, by name."""
+        named = {"train": self.train, "test": self.test, "validation": self.validation, "unseen": self.unseen}
+        return {name: split for name, split in named.items() if split is not None}
 
     def check(self) -> None:
         self.train.check()
-        if self.test is not None:
-            self.test.check(empty_ok=True)
-            if set(self.test.arrays) != set(self.train.arrays):
+        for name, split in self.splits.items():
+            if name == "train":
+                continue
+            split.check(empty_ok=True)
+            if set(split.arrays) != set(self.train.arrays):
                 raise ValueError(
-                    f"train has fields {sorted(self.train.arrays)}, test has {sorted(self.test.arrays)}: they must agree"
+                    f"train has fields {sorted(self.train.arrays)}, {name} has {sorted(split.arrays)}: they must agree"
                 )

@@ -1,0 +1,146 @@
+"""Preprocessing that runs inside the compiled step, so that stores keep small integers and augmentation is fresh.
+
+A preprocessing function is pure: ``f(batch, key, train, **options) -> batch`` on a dict of arrays ``[B, ...]``; fields it
+does not name pass through (the engine's mask too). ``train`` is a Python bool: augmentation happens only when it is true,
+otherwise the function is deterministic and ``key`` may be None. Functions are known by name, so that a store or a config
+can name them:
+
+>>> import numpy as np
+>>> pipeline = Pipeline.of({"name": "scale", "factor": 1 / 16})
+>>> float(pipeline({"x": np.full((1, 2), 8, np.uint8)}, None, False)["x"][0, 0])
+0.5
+
+The recipes follow Reddi et al., *Adaptive Federated Optimization* (CIFAR-100: crop to 24x24, flip, per-image
+normalisation), Karimireddy et al., *Breaking the centralized barrier* (EMNIST: 1 - x) and Pathak & Wainwright, *FedSplit*,
+App. B.2.2 (random features of FEMNIST).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["FUNCTIONS", "Pipeline", "crop_flip", "flatten", "invert", "random_features", "scale", "standardize"]
+
+Batch = Mapping[str, Any]
+
+
+def scale(batch: Batch, key, train: bool, *, factor: float = 1 / 255, offset: float = 0.0, field: str = "x") -> dict:
+    """``factor * x + offset`` in float32."""
+    return {**batch, field: jnp.asarray(batch[field], jnp.float32) * factor + offset}
+
+
+def invert(batch: Batch, key, train: bool, *, field: str = "x") -> dict:
+    """``1 - x``: EMNIST's paper is 1 and its ink 0; after this the ink is 1, as in MNIST."""
+    return {**batch, field: 1.0 - jnp.asarray(batch[field], jnp.float32)}
+
+
+def flatten(batch: Batch, key, train: bool, *, field: str = "x") -> dict:
+    """``[B, ...] -> [B, d]`` in row-major order."""
+    x = jnp.asarray(batch[field])
+    return {**batch, field: x.reshape(len(x), -1)}
+
+
+def standardize(batch: Batch, key, train: bool, *, field: str = "x") -> dict:
+    """Per-image ``(x - mean) / std``; the std is kept above ``1 / sqrt(pixels)`` so that a flat image stays finite."""
+    x = jnp.asarray(batch[field], jnp.float32)
+    axes = tuple(range(1, x.ndim))
+    mean, std = x.mean(axes, keepdims=True), x.std(axes, keepdims=True)
+    floor = 1.0 / np.sqrt(max(1, int(np.prod(x.shape[1:]))))
+    return {**batch, field: (x - mean) / jnp.maximum(std, floor)}
+
+
+def crop_flip(batch: Batch, key, train: bool, *, size: int = 24, field: str = "x") -> dict:
+    """A random ``size`` x ``size`` crop and horizontal flip of ``[B, H, W, ...]`` in training; the centre otherwise."""
+    x = jnp.asarray(batch[field])
+    height, width = x.shape[1] - size, x.shape[2] - size
+    if height < 0 or width < 0:
+        raise ValueError(f"crop_flip: size = {size} is larger than the images ({x.shape[1]} x {x.shape[2]})")
+    if not train:
+        top, left = height // 2, width // 2
+        return {**batch, field: x[:, top : top + size, left : left + size]}
+    k_top, k_left, k_flip = jax.random.split(key, 3)
+    n = len(x)
+    tops = jax.random.randint(k_top, (n,), 0, height + 1)
+    lefts = jax.random.randint(k_left, (n,), 0, width + 1)
+    flips = jax.random.bernoulli(k_flip, 0.5, (n,))
+
+    def one(image, top, left, flip):
+        start = (top, left) + (0,) * (image.ndim - 2)
+        image = jax.lax.dynamic_slice(image, start, (size, size, *image.shape[2:]))
+        return jnp.where(flip, image[:, ::-1], image)
+
+    return {**batch, field: jax.vmap(one)(x, tops, lefts, flips)}
+
+
+def random_features(batch: Batch, key, train: bool, *, features: int = 3000, seed: int = 0, field: str = "x") -> dict:
+    """FedSplit's features ``(1, u, (R u)+, (G u)+)``, R of random signs, G standard normal: d = 6,785 for 28 x 28."""
+    u = jnp.asarray(batch[field], jnp.float32)
+    u = u.reshape(len(u), -1)
+    r, g = _random_maps(u.shape[1], features, seed)
+    a = jnp.concatenate([jnp.ones((len(u), 1), u.dtype), u, jax.nn.relu(u @ r), jax.nn.relu(u @ g)], axis=1)
+    return {**batch, field: a}
+
+
+@lru_cache(maxsize=4)
+def _random_maps(d: int, features: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    signs = 2.0 * rng.integers(0, 2, (d, features)) - 1.0
+    return signs.astype(np.float32), rng.standard_normal((d, features)).astype(np.float32)
+
+
+FUNCTIONS: Mapping[str, Callable[..., dict]] = {
+    "scale": scale,
+    "invert": invert,
+    "flatten": flatten,
+    "standardize": standardize,
+    "crop-flip": crop_flip,
+    "random-features": random_features,
+}
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Named functions in order; hashable (equal pipelines share a compiled program) and plain JSON in ``spec()``.
+
+    >>> Pipeline.of({"name": "scale"}, {"name": "invert"}).spec()
+    [{'name': 'scale'}, {'name': 'invert'}]
+    """
+
+    steps: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
+
+    @classmethod
+    def of(cls, *steps: Mapping[str, Any]) -> Pipeline:
+        out = []
+        for step in steps:
+            options = dict(step)
+            name = options.pop("name", None)
+            if name not in FUNCTIONS:
+                raise ValueError(f"unknown preprocessing {name!r}; known: {', '.join(sorted(FUNCTIONS))}")
+            known = FUNCTIONS[name].__kwdefaults__ or {}
+            if extra := sorted(set(options) - set(known)):
+                raise ValueError(
+                    f"preprocessing {name!r} has no option {extra[0]!r}; it takes {', '.join(sorted(known))}"
+                )
+            out.append((name, tuple(sorted(options.items()))))
+        return cls(tuple(out))
+
+    def spec(self) -> list[dict[str, Any]]:
+        return [{"name": name, **dict(options)} for name, options in self.steps]
+
+    def __call__(self, batch: Batch, key, train: bool) -> dict:
+        for i, (name, options) in enumerate(self.steps):
+            step_key = None if key is None else jax.random.fold_in(key, i)
+            batch = FUNCTIONS[name](batch, step_key, train, **dict(options))
+        return dict(batch)
+
+
+def pipeline(spec: Sequence[Mapping[str, Any]] | None) -> Pipeline | None:
+    """A pipeline from its JSON form, None from nothing."""
+    return Pipeline.of(*spec) if spec else None
