@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from fedbraid.data import digits
 from fedbraid.data.federated import FederatedData
-from fedbraid.data.plain import from_arrays
+from fedbraid.data.partition import PARTITIONERS
+from fedbraid.data.plain import from_arrays, partition_options
 
 __all__ = ["CATALOG", "Entry", "load"]
 
@@ -30,12 +31,16 @@ def load(name: str, **options: Any) -> FederatedData:
     if name not in CATALOG:
         raise ValueError(f"unknown data set {name!r}; known: {', '.join(CATALOG)}")
     entry = CATALOG[name]
-    return entry.load(**{**entry.defaults, **options})
+    defaults = dict(entry.defaults)
+    if options.get("partition", defaults.get("partition")) != defaults.get("partition"):
+        # another partition than the default: the default's own options (alpha, clients) would only be refused
+        known = partition_options(options["partition"])
+        every = {o for p in PARTITIONERS for o in partition_options(p)} - {"seed"}
+        defaults = {k: v for k, v in defaults.items() if k not in every or k in known}
+    return entry.load(**{**defaults, **options})
 
 
 def _digits(**options: Any) -> FederatedData:
-    if options.get("partition") != "dirichlet" and "alpha" in options:
-        options = {k: v for k, v in options.items() if k != "alpha"}
     return from_arrays(digits.arrays(), name="digits", info=digits.INFO, preprocess=digits.PREPROCESS, **options)
 
 

@@ -112,10 +112,11 @@ class Split:
 class FederatedData:
     """What a run needs: a train split, and a test split by the same or by other clients.
 
-    When ``test`` (or ``validation``) is by the same clients it lists them in the same order, empty ones included, so that
-    client ``i`` of one is client ``i`` of the other (``aligned`` says so). ``unseen`` holds clients that never train.
-    ``preprocess(batch, key, train)`` maps a batch of stored fields to what a model reads (``fedbraid.data.preprocess``);
-    it is pure and belongs inside the compiled step, because stores keep small integers and augmentation must be fresh.
+    When ``test`` (or ``validation``) is by the same clients it lists them in the same order, empty ones included: client
+    ``i`` of one is client ``i`` of the other (``aligned`` says so). ``unseen`` holds clients that never train.
+    ``preprocess(batch, key, train)`` maps a batch of stored fields to what a model reads, and leaves the mask alone
+    (``fedbraid.data.preprocess``); it is pure and belongs inside the compiled step, because stores keep small integers
+    and augmentation must be fresh. With ``train=False`` it is deterministic and ``key`` may be None.
     """
 
     train: Split
@@ -132,9 +133,10 @@ class FederatedData:
         test = self.test
         if test is None or test.num_clients != self.train.num_clients:
             return False
-        return len(test.ids) == len(self.train.ids) and all(
-            a == b for a, b in zip(test.ids, self.train.ids, strict=True)
-        )
+        ids = self.train.ids
+        if test.ids is ids:
+            return True
+        return len(test.ids) == len(ids) and all(a == b for a, b in zip(test.ids, ids, strict=True))
 
     @property
     def splits(self) -> dict[str, Split]:

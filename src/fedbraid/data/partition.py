@@ -3,7 +3,8 @@
 Every partitioner returns one index array per client; together they hold every row exactly once, shuffled within the
 client. The recipes are those of the papers:
 
-- McMahan et al., *Communication-Efficient Learning of Deep Networks from Decentralized Data* (2017): ``iid``, ``shards``;
+- McMahan et al., *Communication-Efficient Learning of Deep Networks from Decentralized Data* (2017): ``iid``,
+  ``shards``;
 - Yurochkin et al., *Bayesian Nonparametric Federated Learning of Neural Networks* (2019): ``dirichlet`` per class;
 - Hsu, Qi & Brown, *Measuring the Effects of Non-Identical Data Distribution* (2019): ``dirichlet`` per client;
 - *Elastic Aggregation for Federated Optimization* (supplement, section 2): ``dirichlet`` with log-normal sizes;
@@ -71,7 +72,7 @@ def dirichlet(
 ) -> Parts:
     """Uneven label ratios drawn from a symmetric Dirichlet(``alpha``): small ``alpha``, few labels a client.
 
-    ``per="class"`` (Yurochkin et al.): each class is cut over the clients in proportions drawn from Dirichlet(alpha), so
+    ``per="class"`` (Yurochkin et al.): each class is cut over the clients in proportions drawn from Dirichlet(alpha);
     the sizes vary too; drawn again, at most ``retries`` times, while a client has fewer than ``min_size`` rows.
 
     ``per="client"`` (Hsu et al.; with ``sigma > 0`` the elastic aggregation paper's): each client has its own label
@@ -89,8 +90,8 @@ def dirichlet(
         raise ValueError(f'per must be "class" or "client", got {per!r}')
     if per == "class" and sigma:
         raise ValueError(
-            f'sigma = {sigma} asks for log-normal sizes, which per="class" cannot give (there the sizes follow from the '
-            'label proportions); use per="client", or sigma = 0'
+            f'sigma = {sigma} asks for log-normal sizes, which per="class" cannot give (there the sizes '
+            'follow from the label proportions); use per="client", or sigma = 0'
         )
     if min_size * clients > len(labels):
         raise ValueError(

@@ -12,7 +12,7 @@ from fedbraid.data import partition as partitions
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.data.preprocess import Pipeline
 
-__all__ = ["from_arrays", "partition_rows"]
+__all__ = ["from_arrays", "partition_options", "partition_rows"]
 
 
 def from_arrays(
@@ -95,13 +95,11 @@ def partition_rows(
         known = ", ".join([*partitions.PARTITIONERS, "natural"])
         raise ValueError(f"unknown partition {partition!r}; known: {known}")
     function = partitions.PARTITIONERS[partition]
-    allowed = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    if extra := sorted(set(options) - set(allowed)):
-        raise ValueError(f"partition {partition!r} has no option {extra[0]!r}; it takes {', '.join(allowed)}")
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty:
-            if parameter.name not in options:
-                raise ValueError(f"partition {partition!r} needs the option {parameter.name!r}")
+    keywords = partition_options(partition)
+    if extra := sorted(set(options) - set(keywords)):
+        raise ValueError(f"partition {partition!r} has no option {extra[0]!r}; it takes {', '.join(keywords)}")
+    if missing := [k for k, default in keywords.items() if default is inspect.Parameter.empty and k not in options]:
+        raise ValueError(f"partition {partition!r} needs the option {missing[0]!r}")
     if partition in ("iid", "log-normal"):
         return function(n, seed=seed, **options)
     wanted = ("coarse", label) if partition == "pachinko" else (label,)
@@ -109,6 +107,18 @@ def partition_rows(
         if column not in arrays:
             raise ValueError(f"partition {partition!r} needs the field {column!r}; the data has {sorted(arrays)}")
     return function(*(arrays[c] for c in wanted), seed=seed, **options)
+
+
+def partition_options(partition: str) -> dict[str, Any]:
+    """The options of a partitioner and their defaults; none for ``"natural"``.
+
+    >>> sorted(partition_options("iid"))
+    ['clients', 'seed']
+    """
+    if partition not in partitions.PARTITIONERS:
+        return {}
+    parameters = inspect.signature(partitions.PARTITIONERS[partition]).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def _check_columns(arrays: Mapping[str, np.ndarray], which: str) -> None:

@@ -1,9 +1,9 @@
 """Preprocessing that runs inside the compiled step, so that stores keep small integers and augmentation is fresh.
 
-A preprocessing function is pure: ``f(batch, key, train, **options) -> batch`` on a dict of arrays ``[B, ...]``; fields it
-does not name pass through (the engine's mask too). ``train`` is a Python bool: augmentation happens only when it is true,
-otherwise the function is deterministic and ``key`` may be None. Functions are known by name, so that a store or a config
-can name them:
+A preprocessing function is pure: ``f(batch, key, train, **options) -> batch`` on a dict of arrays ``[B, ...]``; fields
+it does not name pass through (the engine's mask too). ``train`` is a Python bool: augmentation happens only when it is
+true, otherwise the function is deterministic and ``key`` may be None. Functions are known by name, so that a store or a
+config can name them:
 
 >>> import numpy as np
 >>> pipeline = Pipeline.of({"name": "scale", "factor": 1 / 16})
@@ -11,8 +11,8 @@ can name them:
 0.5
 
 The recipes follow Reddi et al., *Adaptive Federated Optimization* (CIFAR-100: crop to 24x24, flip, per-image
-normalisation), Karimireddy et al., *Breaking the centralized barrier* (EMNIST: 1 - x) and Pathak & Wainwright, *FedSplit*,
-App. B.2.2 (random features of FEMNIST).
+normalisation), Karimireddy et al., *Breaking the centralized barrier* (EMNIST: 1 - x) and Pathak & Wainwright,
+*FedSplit*, App. B.2.2 (random features of FEMNIST).
 """
 
 from __future__ import annotations
