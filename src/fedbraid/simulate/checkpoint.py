@@ -1,0 +1,141 @@
+"""Checkpoints: everything a run needs to go on, written atomically, verified before it is used.
+
+Arrays are stored by orbax. A checkpoint is written beside its place, sealed with a manifest of checksums, and renamed
+into place, so one that has a name is whole unless the disk or a person changed it, which the manifest shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["CheckpointError", "latest", "load", "pack", "save", "unpack", "verify"]
+
+MANIFEST = "manifest.json"
+PARTIAL = "partial-"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used; says which can."""
+
+
+def _is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def pack(tree: Any) -> dict[str, np.ndarray]:
+    """Any pytree as a flat dict of NumPy arrays, typed random keys as their raw words."""
+    return {
+        f"{i:04d}": np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+        for i, leaf in enumerate(jax.tree.leaves(tree))
+    }
+
+
+def unpack(like: Any, packed: dict[str, np.ndarray], what: str) -> Any:
+    """The pytree that was packed, in the structure of ``like``; refuses other shapes, naming the leaf."""
+    leaves, tree = jax.tree.flatten(like)
+    if len(packed) != len(leaves):
+        raise CheckpointError(f"the checkpoint's {what} has {len(packed)} arrays, this run's has {len(leaves)}")
+    out = []
+    for name, leaf in zip(sorted(packed), leaves, strict=True):
+        raw, want = packed[name], jax.random.key_data(leaf) if _is_key(leaf) else leaf
+        if raw.shape != want.shape or raw.dtype != want.dtype:
+            raise CheckpointError(
+                f"the checkpoint's {what}, array {name}, is {raw.dtype}{list(raw.shape)}; this run needs "
+                f"{want.dtype}{list(want.shape)}: resume with the configuration it was made with"
+            )
+        array = jnp.asarray(raw)
+        out.append(jax.random.wrap_key_data(array) if _is_key(leaf) else array)
+    return jax.tree.unflatten(tree, out)
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def save(root: Path, round_: int, tree: dict[str, Any], *, keep: int = 2) -> Path:
+    """Write ``tree`` (nested dicts of arrays, see :func:`pack`) as the state after ``round_`` rounds; older ones beyond ``keep`` go."""
+    import orbax.checkpoint as ocp
+
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    root = root.absolute()
+    root.mkdir(parents=True, exist_ok=True)
+    for leftover in root.glob(f"{PARTIAL}*"):
+        shutil.rmtree(leftover)
+    place, partial = root / f"{round_:08d}", root / f"{PARTIAL}{round_:08d}"
+    with ocp.PyTreeCheckpointer() as writer:
+        writer.save(partial / "arrays", jax.tree.map(np.asarray, tree))
+    manifest = {"round": round_, "files": _checksums(partial)}
+    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    _sync(partial)
+    if place.exists():
+        shutil.rmtree(place)
+    os.rename(partial, place)
+    _sync(root)
+    for old in _places(root)[:-keep]:
+        shutil.rmtree(old)
+    return place
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _places(root: Path) -> list[Path]:
+    return sorted(p for p in root.iterdir() if p.is_dir() and p.name.isdigit()) if root.is_dir() else []
+
+
+def verify(place: Path) -> str | None:
+    """What is wrong with a checkpoint, or None."""
+    try:
+        manifest = json.loads((place / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return "its manifest is missing or unreadable"
+    found = _checksums(place)
+    for name, checksum in manifest["files"].items():
+        if name not in found:
+            return f"{name} is missing"
+        if found[name] != checksum:
+            return f"{name} does not match its checksum"
+    return None
+
+
+def latest(root: Path) -> Path:
+    """The newest checkpoint. Refuses a damaged one, and names the newest good one to remove it for."""
+    places = _places(root)
+    if not places:
+        raise CheckpointError(f"no checkpoint in {root}: the run stopped before its first one; start it again")
+    problem = verify(places[-1])
+    if problem is None:
+        return places[-1]
+    good = next((p for p in reversed(places[:-1]) if verify(p) is None), None)
+    advice = (
+        f"the newest good one is {good}; delete {places[-1]} to resume from it"
+        if good
+        else "there is no good one: start the run again"
+    )
+    raise CheckpointError(f"the checkpoint {places[-1]} is damaged: {problem}; {advice}")
+
+
+def load(place: Path) -> tuple[int, dict[str, Any]]:
+    """(round, tree) of a verified checkpoint."""
+    import orbax.checkpoint as ocp
+
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    with ocp.PyTreeCheckpointer() as reader:
+        tree = reader.restore(place.absolute() / "arrays")
+    return int(json.loads((place / MANIFEST).read_text())["round"]), tree

@@ -1,0 +1,53 @@
+"""The machine: how many devices there are, and what fits on them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+__all__ = ["AXIS", "client_mesh", "free_memory", "replicated", "sharded", "use_cores"]
+
+AXIS = "clients"
+
+
+def use_cores(count: int | None = None) -> int:
+    """Make jax show ``count`` host devices (default: one per core), so that each core trains its own client.
+
+    Call it before jax touches a device; later it has no effect. Returns the number of devices there are.
+    """
+    wanted = len(os.sched_getaffinity(0)) if count is None else count
+    with contextlib.suppress(RuntimeError):  # the backend is up already: what it has is what there is
+        jax.config.update("jax_num_cpu_devices", wanted)
+    return jax.local_device_count()
+
+
+def client_mesh(devices: int | None = None) -> Mesh:
+    """A mesh of one axis, the clients, over the first ``devices`` local devices (default: all)."""
+    local = jax.local_devices()
+    if devices is not None and not 1 <= devices <= len(local):
+        raise ValueError(
+            f"devices must be between 1 and {len(local)}, the devices jax shows here, got {devices}; on a CPU call "
+            "fedbraid.use_cores(n) before anything else to get more"
+        )
+    return Mesh(np.array(local[:devices]), (AXIS,))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def sharded(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(AXIS))
+
+
+def free_memory(device: Any) -> int:
+    """Bytes that may be used on a device: its own report, or on a CPU the machine's available memory."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,225 @@
+"""The engine: whole rounds of a federated algorithm as one compiled program.
+
+The program runs a dynamic number of rounds between two looks of the host, so it compiles once whatever the evaluation
+and checkpoint intervals are, and its results do not depend on them. Clients are spread over the devices of a mesh by
+``shard_map``; on each device a plan (see :mod:`fedbraid.simulate.plan`) runs them in sequence or in vmapped chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from fedbraid import address
+from fedbraid.core import Aggregate, Algorithm, Exchange
+from fedbraid.local import ClientData, LocalWork
+from fedbraid.simulate.arrival import Arrival, everyone
+from fedbraid.simulate.devices import AXIS
+from fedbraid.simulate.plan import Plan, Slots
+
+__all__ = ["Engine", "make_engine"]
+
+PyTree = Any
+
+
+class Tally(NamedTuple):
+    """What the clients of an exchange leave behind; sums over clients, except ``combined`` of a gather reducer."""
+
+    combined: PyTree
+    weight: Any
+    count: Any
+    refused: Any  # uploads that came but were not admitted (not finite)
+    metrics: dict[str, Any]
+
+
+class Outcome(NamedTuple):
+    """One client's part in a tally, and its next state."""
+
+    tally: Tally
+    state: PyTree
+
+
+def _select(condition: Any, a: PyTree, b: PyTree) -> PyTree:
+    return jax.tree.map(partial(jnp.where, condition), a, b)
+
+
+def _add(a: PyTree, b: PyTree) -> PyTree:
+    return jax.tree.map(jnp.add, a, b)
+
+
+def _run_client(
+    exchange: Exchange, arrival: Arrival, down: PyTree, key: Any, data: ClientData, state: PyTree, client: Any
+) -> Outcome:
+    """One client's exchange. Its state commits, and its upload counts, only if the upload arrived and was admitted."""
+    report = exchange.client(down, state, data, address.client_key(key, client))
+    steps = exchange.client.count(data.size) if isinstance(exchange.client, LocalWork) else jnp.int32(1)
+    arrived = arrival(address.arrival_key(key, client), steps)
+    taken = arrived & exchange.admit(report.up)
+    weight = jnp.where(taken, report.weight, 0).astype(jnp.result_type(float))
+    lifted = exchange.reducer.lift(report.up, weight)
+    tally = Tally(
+        # a refused upload may hold NaN, and NaN times weight 0 is NaN
+        _select(taken, lifted, jax.tree.map(jnp.zeros_like, lifted)),
+        weight,
+        taken.astype(jnp.int32),
+        (arrived & ~taken).astype(jnp.int32),
+        {name: jnp.where(taken, value * weight, 0) for name, value in report.metrics.items()},
+    )
+    return Outcome(tally, _select(taken, report.state, state))
+
+
+def _zeros(shapes: PyTree) -> PyTree:
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+
+def _sequential(run: Callable, gather: bool, slots: Slots, states: PyTree) -> tuple[Tally, PyTree]:
+    """One client after the other; the number of clients and of each client's steps are dynamic."""
+    pick = partial(jax.tree.map, lambda leaf: leaf[0])
+    shapes = jax.eval_shape(run, slots.ids[0], slots.offset[0], slots.size[0], pick(states))
+    start = _zeros(shapes.tally)
+    if gather:
+        many = len(slots.ids)
+        wide = partial(jax.tree.map, lambda leaf: jnp.zeros((many, *leaf.shape), leaf.dtype))
+        start = start._replace(combined=wide(start.combined), weight=wide(start.weight))
+
+    def body(j: Any, carry: tuple[Tally, PyTree]) -> tuple[Tally, PyTree]:
+        total, states = carry
+        outcome = run(slots.ids[j], slots.offset[j], slots.size[j], jax.tree.map(lambda leaf: leaf[j], states))
+        states = jax.tree.map(lambda all_, new: all_.at[j].set(new), states, outcome.state)
+        one = outcome.tally
+        if gather:
+            put = partial(jax.tree.map, lambda all_, new: all_.at[j].set(new))
+            kept = Tally(put(total.combined, one.combined), put(total.weight, one.weight), *_add(total[2:], one[2:]))
+            return kept, states
+        return _add(total, one), states
+
+    return jax.lax.fori_loop(0, slots.live[0], body, (start, states))
+
+
+def _chunks(run: Callable, gather: bool, chunk: int, slots: Slots, states: PyTree) -> tuple[Tally, PyTree]:
+    """Vmapped chunks, one after the other. Empty slots run a client of one example whose outcome is thrown away."""
+    many = len(slots.ids)
+    cut = partial(jax.tree.map, lambda leaf: leaf.reshape(many // chunk, chunk, *leaf.shape[1:]))
+    live = (jnp.arange(many) < slots.live[0]).reshape(many // chunk, chunk)
+
+    def one_chunk(carry: None, xs: Any) -> tuple[None, Any]:
+        ids, offset, size, state, used = xs
+        outcome = jax.vmap(run)(ids, offset, size, state)
+
+        def keep(leaf: Any) -> Any:
+            return jnp.where(used.reshape(chunk, *[1] * (leaf.ndim - 1)), leaf, jnp.zeros_like(leaf))
+
+        tally = jax.tree.map(keep, outcome.tally)
+        if not gather:
+            return carry, (jax.tree.map(lambda leaf: leaf.sum(0), tally), outcome.state)
+        sums = [jax.tree.map(lambda leaf: leaf.sum(0), part) for part in tally[2:]]
+        return carry, (Tally(tally.combined, tally.weight, *sums), outcome.state)
+
+    _, (tallies, states) = jax.lax.scan(
+        one_chunk, None, (*cut((slots.ids, slots.offset, slots.size)), cut(states), live)
+    )
+    flat = partial(jax.tree.map, lambda leaf: leaf.reshape(many, *leaf.shape[2:]))
+    total = partial(jax.tree.map, lambda leaf: leaf.sum(0))
+    if gather:
+        tally = Tally(flat(tallies.combined), flat(tallies.weight), *map(total, tallies[2:]))
+    else:
+        tally = Tally(*map(total, tallies))
+    return tally, flat(states)
+
+
+class Engine(NamedTuple):
+    """Compiled programs of one algorithm on one mesh under one plan."""
+
+    rounds: (
+        Callable  # (server, states, arrays, slots, first round, number of rounds, seed key) -> (server, states, log)
+    )
+    exchange: Callable  # (index, server, cohort states, arrays, slots, round, seed key) -> (server, states, row)
+
+
+def make_engine(
+    alg: Algorithm, plan: Plan, mesh: Mesh, *, cap: int, population: int, arrival: Arrival = everyone, local: bool
+) -> Engine:
+    """Programs for ``alg``.
+
+    ``local`` says that each device holds its own cohort's arrays (streamed data); else all hold all examples.
+    """
+
+    def run_exchange(
+        index: int, server: PyTree, states: PyTree, arrays: PyTree, slots: Slots, round_: Any, seed_key: Any
+    ) -> tuple[PyTree, PyTree, dict[str, Any]]:
+        exchange = alg.exchanges[index]
+        key = address.exchange_key(seed_key, round_, index)
+        gather = exchange.reducer.gather
+
+        def on_device(down: PyTree, arrays: PyTree, slots: Slots, states: PyTree, key: Any) -> tuple[Tally, PyTree]:
+            def run(client: Any, offset: Any, size: Any, state: PyTree) -> Outcome:
+                data = ClientData(arrays, offset, size, cap)
+                return _run_client(exchange, arrival, down, key, data, state, client)
+
+            if plan.kind == "sequential":
+                tally, states = _sequential(run, gather, slots, states)
+            else:
+                tally, states = _chunks(run, gather, plan.chunk, slots, states)
+            if plan.devices > 1:
+                summed = tally[2:] if gather else tally
+                summed = jax.lax.psum(summed, AXIS)
+                tally = Tally(tally.combined, tally.weight, *summed) if gather else Tally(*summed)
+            return tally, states
+
+        spread = on_device
+        if plan.devices > 1:
+            one, many = P(), P(AXIS)
+            tally_spec = Tally(many if gather else one, many if gather else one, one, one, one)
+            spread = jax.shard_map(
+                on_device,
+                mesh=mesh,
+                in_specs=(one, many if local else one, many, many, one),
+                out_specs=(tally_spec, many),
+                check_vma=False,
+            )
+        tally, states = spread(exchange.send(server), arrays, slots, states, key)
+        up = exchange.reducer.finish(tally.combined, tally.weight, tally.count)
+        weight = jnp.sum(tally.weight)
+        received = exchange.receive(
+            server, Aggregate(up, weight, tally.count, jnp.asarray(population)), address.server_key(key)
+        )
+        # with no upload at all there is nothing to take in: momentum must not move the model either
+        server = _select(tally.count > 0, received, server)
+        row = {f"{exchange.name}/{k}": v / jnp.where(weight > 0, weight, jnp.nan) for k, v in tally.metrics.items()}
+        row |= {f"{exchange.name}/arrived": tally.count, f"{exchange.name}/refused": tally.refused}
+        return server, states, row
+
+    def one_round(server: PyTree, states: PyTree, arrays: PyTree, slots: tuple, round_: Any, seed_key: Any):
+        row: dict[str, Any] = {}
+        for index in range(len(alg.exchanges)):
+            ids = slots[index].ids
+            cohort = jax.tree.map(lambda leaf, ids=ids: leaf.at[ids].get(mode="clip"), states)
+            server, cohort, new = run_exchange(index, server, cohort, arrays[index], slots[index], round_, seed_key)
+            states = jax.tree.map(lambda leaf, new, ids=ids: leaf.at[ids].set(new, mode="drop"), states, cohort)
+            row |= new
+        return server, states, row
+
+    @partial(jax.jit, donate_argnums=(1,))
+    def rounds(server, states, arrays, slots, first, number, seed_key):
+        def at(i: Any) -> tuple:
+            return tuple(Slots(*(leaf[i] for leaf in s)) for s in slots)
+
+        length = len(slots[0].ids)
+        shapes = jax.eval_shape(one_round, server, states, arrays, at(0), first, seed_key)[2]
+        log = {name: jnp.zeros((length, *s.shape), s.dtype) for name, s in shapes.items()}
+
+        def body(i: Any, carry: tuple) -> tuple:
+            server, states, log = carry
+            server, states, row = one_round(server, states, arrays, at(i), first + i, seed_key)
+            return server, states, {name: log[name].at[i].set(value) for name, value in row.items()}
+
+        return jax.lax.fori_loop(0, number, body, (server, states, log))
+
+    exchange = partial(jax.jit, static_argnums=(0,))(run_exchange)
+    return Engine(rounds, exchange)

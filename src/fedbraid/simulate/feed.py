@@ -1,0 +1,138 @@
+"""Feeding the engine: cohorts laid out ahead of time, and the cohorts' examples when the data fits no device.
+
+With resident data only slots travel. With streamed data a thread gathers each cohort's examples into one flat block
+per device, so that the next cohort is on its way while this one trains.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from fedbraid.core import Algorithm
+from fedbraid.data.federated import Split
+from fedbraid.simulate.devices import replicated, sharded
+from fedbraid.simulate.plan import Load, Plan, Slots, cohorts_of, lay_out, steps_of
+
+__all__ = ["Feed", "Portion"]
+
+
+class Portion(NamedTuple):
+    """Rounds ready to run: per exchange the slots ``[rounds, ...]`` and the arrays they point into."""
+
+    first: int
+    number: int
+    slots: tuple[Slots, ...]
+    arrays: tuple[dict[str, Any], ...]
+    loads: list[list[Load]]  # [round][exchange]
+
+
+class Feed:
+    """Lays out the cohorts of a run, round by round, for one algorithm, plan and data set."""
+
+    def __init__(
+        self, alg: Algorithm, plan: Plan, mesh: Mesh, split: Split, *, seed: int, window: int, stream: bool
+    ) -> None:
+        self.alg, self.plan, self.mesh, self.split = alg, plan, mesh, split
+        self.seed, self.stream = seed, stream
+        self.window = 1 if stream else window  # rounds per portion at most: the static length of the slots
+        self.sizes, self.starts = split.sizes, split.offsets[:-1]
+        self.steps = [steps_of(exchange.client, self.sizes) for exchange in alg.exchanges]
+        self._resident: dict[str, Any] | None = None
+        self._rows = 0
+
+    def layout(self, round_: int) -> list[tuple[Slots, Load]]:
+        """The slots of every exchange of a round, with offsets into the whole data."""
+        cohorts = cohorts_of(self.alg, self.seed, round_, self.split.num_clients, self.plan.cohort)
+        return [
+            lay_out(self.plan, ids, self.starts[ids], self.sizes[ids], steps[ids], self.split.num_clients)
+            for ids, steps in zip(cohorts, self.steps, strict=True)
+        ]
+
+    def resident_arrays(self) -> dict[str, Any]:
+        if self._resident is None:
+            put = replicated(self.mesh)
+            self._resident = {name: jax.device_put(np.asarray(a), put) for name, a in self.split.arrays.items()}
+        return self._resident
+
+    def reserve(self, rounds: range) -> None:
+        """Streamed blocks have one size for the whole run, the largest needed, so that it compiles once."""
+        if self.stream:
+            rows = [self._block_rows(slots) for r in rounds for slots, _ in self.layout(r)]
+            self._rows = max(rows, default=1)
+
+    def _block_rows(self, slots: Slots) -> int:
+        sizes = np.where(slots.ids < self.split.num_clients, slots.size, 0)
+        return int(sizes.reshape(self.plan.devices, -1).sum(1).max())
+
+    def portion(self, first: int, number: int) -> Portion:
+        """Rounds ``first`` to ``first + number``, at most ``window`` of them."""
+        layouts = [self.layout(first + i) for i in range(number)]
+        loads = [[load for _, load in layout] for layout in layouts]
+        indices = range(len(self.alg.exchanges))
+        if self.stream:
+            blocks = [self._block(slots) for slots, _ in layouts[0]]
+            slots = tuple(Slots(*(leaf[None] for leaf in block)) for block, _ in blocks)
+            return Portion(first, 1, slots, tuple(arrays for _, arrays in blocks), loads)
+        padded = layouts + [layouts[-1]] * (self.window - number)
+        slots = tuple(
+            Slots(*(np.stack(leaves) for leaves in zip(*(layout[i][0] for layout in padded), strict=True)))
+            for i in indices
+        )
+        return Portion(first, number, slots, tuple(self.resident_arrays() for _ in indices), loads)
+
+    def _block(self, slots: Slots) -> tuple[Slots, dict[str, Any]]:
+        """The examples of a cohort, one block of rows per device, and slots whose offsets point into the blocks."""
+        devices = self.plan.devices
+        used = (slots.ids < self.split.num_clients).reshape(devices, -1)
+        start, size = slots.offset.reshape(devices, -1), slots.size.reshape(devices, -1)
+        local = np.zeros_like(start)
+        rows = np.zeros((devices, self._rows), np.int64)
+        for d in range(devices):
+            lengths = np.where(used[d], size[d], 0)
+            local[d] = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+            total = int(lengths.sum())
+            rows[d, :total] = np.repeat(start[d] - local[d], lengths) + np.arange(total)
+        put = sharded(self.mesh)
+        arrays = {name: jax.device_put(a[rows.ravel()], put) for name, a in self.split.arrays.items()}
+        return slots._replace(offset=local.ravel()), arrays
+
+    def portions(self, first: int, stop: int) -> Iterator[Portion]:
+        """Streamed portions one after the other, the next being gathered while one is used."""
+        ready: queue.Queue[Portion | BaseException | None] = queue.Queue(maxsize=2)
+        done = threading.Event()
+
+        def offer(item: Portion | BaseException | None) -> None:
+            while not done.is_set():
+                try:
+                    ready.put(item, timeout=0.1)
+                    return
+                except queue.Full:
+                    continue
+
+        def gather() -> None:
+            try:
+                for round_ in range(first, stop):
+                    if done.is_set():
+                        return
+                    offer(self.portion(round_, 1))
+                offer(None)
+            except BaseException as error:  # handed to the consumer, who raises it
+                offer(error)
+
+        thread = threading.Thread(target=gather, name="fedbraid-prefetch", daemon=True)
+        thread.start()
+        try:
+            while (item := ready.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            done.set()
+            thread.join()
