@@ -1,0 +1,415 @@
+"""Quadratic federations, and the instances that the papers use.
+
+Client ``i`` holds ``f_i(x) = 1/2 x' A_i x - b_i' x`` (up to a constant), which is ``1/2 ||A_i^(1/2) (x - c_i)||^2``
+with ``c_i = A_i^-1 b_i`` where ``A_i`` has an inverse (Charles and Konecny, "Convergence and Accuracy Trade-Offs in
+Federated Learning and Meta-Learning", eq. 1 to 3). Keeping ``b_i`` rather than ``c_i`` lets a client be linear.
+
+Everything here is NumPy in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fedbraid.data.federated import Split
+
+__all__ = [
+    "LeastSquares",
+    "QuadraticFederation",
+    "conditioned_least_squares",
+    "federation",
+    "gaussian_least_squares",
+    "linear_federation",
+    "logistic_clients",
+    "lower_bound_pair",
+    "random_federation",
+    "random_spectrum",
+    "spread_centers",
+    "synthetic_clients",
+]
+
+
+@dataclass(frozen=True)
+class QuadraticFederation:
+    """Clients ``f_i(x) = 1/2 x' A_i x - b_i' x`` with weights that sum to one. Build one with `federation`.
+
+    >>> fed = federation([[[2.0]], [[1.0]]], [[1.0], [-1.0]])
+    >>> fed.minimizer.round(6).tolist(), fed.mu, fed.smoothness
+    ([0.333333], 1.0, 2.0)
+    """
+
+    A: np.ndarray  # [m, d, d]
+    b: np.ndarray  # [m, d]
+    weights: np.ndarray  # [m]
+
+    @property
+    def num_clients(self) -> int:
+        return self.A.shape[0]
+
+    @property
+    def dim(self) -> int:
+        return self.A.shape[1]
+
+    @cached_property
+    def eigh(self) -> tuple[np.ndarray, np.ndarray]:
+        """Eigenvalues ``[m, d]`` (ascending) and eigenvectors ``[m, d, d]`` (columns) of every ``A_i``."""
+        values, vectors = np.linalg.eigh(self.A)
+        return values, vectors
+
+    @property
+    def eigenvalues(self) -> np.ndarray:
+        return self.eigh[0]
+
+    @property
+    def mu(self) -> float:
+        """The smallest eigenvalue of any client: mu of Assumption 1."""
+        return float(self.eigenvalues.min())
+
+    @property
+    def smoothness(self) -> float:
+        """The largest eigenvalue of any client: L of Assumption 1."""
+        return float(self.eigenvalues.max())
+
+    @property
+    def kappa0(self) -> float:
+        """L / mu, the condition number that the frontiers start from."""
+        return self.smoothness / self.mu
+
+    @cached_property
+    def centers(self) -> np.ndarray:
+        """``c_i``, the client minimizers ``[m, d]``; refused where a client has none."""
+        _refuse_singular(self.eigenvalues, "the client minimizers c_i")
+        return np.linalg.solve(self.A, self.b[..., None])[..., 0]
+
+    @property
+    def radius(self) -> float:
+        """``max_i ||c_i||``: C of Assumption 2."""
+        return float(np.linalg.norm(self.centers, axis=1).max())
+
+    @cached_property
+    def hessian(self) -> np.ndarray:
+        """The Hessian ``E_i A_i`` of the overall loss."""
+        return np.einsum("i,iab->ab", self.weights, self.A)
+
+    @cached_property
+    def linear(self) -> np.ndarray:
+        return self.weights @ self.b
+
+    @cached_property
+    def minimizer(self) -> np.ndarray:
+        """``x*``, the minimizer of the overall loss."""
+        return solve_positive(self.hessian, self.linear, "the overall loss")
+
+    def loss(self, x: ArrayLike) -> float:
+        """``E_i f_i(x)``; for clients with a minimizer the constant is chosen such that ``f_i(c_i) = 0``."""
+        x = np.asarray(x, float)
+        value = 0.5 * x @ self.hessian @ x - self.linear @ x
+        if self.mu > 0:
+            value += 0.5 * float(self.weights @ np.einsum("ia,ia->i", self.b, self.centers))
+        return float(value)
+
+    def gradient(self, x: ArrayLike) -> np.ndarray:
+        return self.hessian @ np.asarray(x, float) - self.linear
+
+    def client_gradients(self, x: ArrayLike) -> np.ndarray:
+        """``[m, d]``: every client's gradient at ``x`` (``[d]``, or ``[m, d]`` for one point per client)."""
+        x = np.broadcast_to(np.asarray(x, float), self.b.shape)
+        return np.einsum("iab,ib->ia", self.A, x) - self.b
+
+
+def federation(A: ArrayLike, c: ArrayLike, weights: ArrayLike | None = None) -> QuadraticFederation:
+    """Clients by curvature and minimizer: ``f_i(x) = 1/2 ||A_i^(1/2) (x - c_i)||^2``.
+
+    ``A`` is ``[m, d, d]`` symmetric positive definite, ``c`` is ``[m, d]``, ``weights`` are normalised (default:
+    uniform).
+
+    >>> federation([[[2.0]]], [[3.0]]).minimizer.tolist()
+    [3.0]
+    """
+    A, c = _square(A), np.asarray(c, float)
+    if c.shape != A.shape[:2]:
+        raise ValueError(f"c must be [m, d] = {A.shape[:2]} to go with A {A.shape}, got {c.shape}")
+    fed = linear_federation(A, np.einsum("iab,ib->ia", A, c), weights)
+    _refuse_singular(fed.eigenvalues, "A")
+    return fed
+
+
+def linear_federation(A: ArrayLike, b: ArrayLike, weights: ArrayLike | None = None) -> QuadraticFederation:
+    """Clients by gradient, ``grad f_i(x) = A_i x - b_i``: ``A_i`` may be singular (a linear client has ``A_i = 0``).
+
+    >>> linear_federation([[[2.0]], [[0.0]]], [[-1.0], [1.0]]).minimizer.tolist()
+    [0.0]
+    """
+    A, b = _square(A), np.asarray(b, float)
+    if b.shape != A.shape[:2]:
+        raise ValueError(f"b must be [m, d] = {A.shape[:2]} to go with A {A.shape}, got {b.shape}")
+    if not (np.isfinite(A).all() and np.isfinite(b).all()):
+        raise ValueError("A, b or c holds a value that is not finite; quadratic clients need finite entries")
+    scale = np.abs(A).max(initial=1e-300)
+    if not np.allclose(A, A.transpose(0, 2, 1), atol=1e-10 * scale, rtol=0):
+        raise ValueError("A must be symmetric for every client; pass (A + A.T) / 2 if it is symmetric up to rounding")
+    if weights is None:
+        w = np.full(len(A), 1.0 / len(A))
+    else:
+        w = np.asarray(weights, float)
+        if w.shape != (len(A),) or not np.isfinite(w).all() or (w < 0).any() or w.sum() <= 0:
+            raise ValueError(f"weights must be {len(A)} finite non-negative numbers with a positive sum, got {weights}")
+        w = w / w.sum()
+    fed = QuadraticFederation(A, b, w)
+    if fed.mu < -1e-9 * max(fed.smoothness, 1e-300):
+        i = int(fed.eigenvalues.min(1).argmin())
+        raise ValueError(f"A of client {i} has the negative eigenvalue {fed.mu:.6g}; the clients must be convex")
+    return fed
+
+
+def random_spectrum(dim: int, mu: float, smoothness: float, rng: np.random.Generator) -> np.ndarray:
+    """Eigenvalues of ``beta1 B'B + beta2 I`` with Gaussian ``B``, scaled to end exactly at mu and L (Appendix D).
+
+    >>> s = random_spectrum(5, 1.0, 10.0, np.random.default_rng(0))
+    >>> float(s.min()), float(s.max()), len(s)
+    (1.0, 10.0, 5)
+    """
+    check_curvature(mu, smoothness)
+    if dim < 1:
+        raise ValueError(f"dim must be at least 1, got {dim}")
+    if dim == 1:
+        if mu != smoothness:
+            raise ValueError(f"dim = 1 has one eigenvalue: mu ({mu}) and smoothness ({smoothness}) must be equal")
+        return np.array([float(mu)])
+    values = np.linalg.svd(rng.standard_normal((dim, dim)), compute_uv=False)[::-1] ** 2
+    values = mu + (smoothness - mu) * (values - values[0]) / (values[-1] - values[0])
+    values[-1] = smoothness  # exact, not within rounding
+    return values
+
+
+def random_federation(
+    clients: int,
+    dim: int,
+    *,
+    mu: float,
+    smoothness: float,
+    radius: float = 1.0,
+    seed: int = 0,
+    weights: ArrayLike | None = None,
+) -> QuadraticFederation:
+    """Random clients whose every ``A_i`` has smallest and largest eigenvalue exactly mu and L, and ``||c_i|| <=
+    radius``.
+
+    >>> fed = random_federation(3, 4, mu=1.0, smoothness=10.0, seed=1)
+    >>> round(fed.mu, 9), round(fed.smoothness, 9), fed.radius <= 1 + 1e-12
+    (1.0, 10.0, True)
+    """
+    if clients < 1:
+        raise ValueError(f"clients must be at least 1, got {clients}")
+    rng = np.random.default_rng(seed)
+    A = np.empty((clients, dim, dim))
+    for i in range(clients):
+        values, U = random_spectrum(dim, mu, smoothness, rng), random_orthogonal(dim, rng)
+        A[i] = (U * values) @ U.T
+    c = rng.standard_normal((clients, dim))
+    length = radius * rng.uniform(size=(clients, 1)) ** (1.0 / dim)  # uniform in the ball
+    c *= length / np.linalg.norm(c, axis=1, keepdims=True)
+    return federation((A + A.transpose(0, 2, 1)) / 2, c, weights)
+
+
+class LeastSquares(NamedTuple):
+    """Designs ``[m, n, d]``, responses ``[m, n]`` and the parameter ``[d]`` behind them; ``f_j = 1/2 ||A_j x -
+    b_j||^2``."""
+
+    designs: np.ndarray
+    responses: np.ndarray
+    truth: np.ndarray
+
+    def federation(self) -> QuadraticFederation:
+        """The quadratic clients; the overall loss is the mean over clients where the paper writes the sum."""
+        A = np.einsum("jna,jnb->jab", self.designs, self.designs)
+        return linear_federation(A, np.einsum("jna,jn->ja", self.designs, self.responses))
+
+    def split(self) -> Split:
+        """The same data as federated examples with fields ``x`` and ``y``."""
+        return Split.from_clients([{"x": a, "y": b} for a, b in zip(self.designs, self.responses, strict=True)])
+
+
+def gaussian_least_squares(
+    *, clients: int = 25, dim: int = 100, examples: int = 500, noise_variance: float = 0.25, seed: int = 0
+) -> LeastSquares:
+    """Gaussian designs and a linear model: Figure 1 and Appendix B.1 of Pathak and Wainwright, "FedSplit".
+
+    >>> gaussian_least_squares(clients=2, dim=3, examples=8).designs.shape
+    (2, 8, 3)
+    """
+    if examples < dim:
+        raise ValueError(f"examples per client ({examples}) must be at least dim ({dim}), else A_j is singular")
+    rng = np.random.default_rng(seed)
+    designs = rng.standard_normal((clients, examples, dim))
+    truth = rng.standard_normal(dim)
+    noise = math.sqrt(noise_variance) * rng.standard_normal((clients, examples))
+    return LeastSquares(designs, designs @ truth + noise, truth)
+
+
+def conditioned_least_squares(
+    kappa: float, *, clients: int = 10, dim: int = 100, examples: int = 400, noise_variance: float = 1.0, seed: int = 0
+) -> LeastSquares:
+    """Every client has condition number kappa exactly, in its own direction: Figure 3 and Appendix B.3 of "FedSplit".
+
+    ``A_j = U_j Lambda V_j`` with singular values ``(sqrt(kappa), 1, ..., 1)`` stacked over zeros, n_j x d.
+
+    >>> fed = conditioned_least_squares(100.0, clients=2, dim=4, examples=6).federation()
+    >>> round(fed.kappa0, 6)
+    100.0
+    """
+    if kappa < 1:
+        raise ValueError(f"kappa must be at least 1, got {kappa}")
+    if examples < dim:
+        raise ValueError(f"examples per client ({examples}) must be at least dim ({dim}), else A_j is singular")
+    rng = np.random.default_rng(seed)
+    singular = np.ones(dim)
+    singular[0] = math.sqrt(kappa)
+    designs = np.stack(
+        [
+            (random_orthogonal(examples, rng, columns=dim) * singular) @ random_orthogonal(dim, rng)
+            for _ in range(clients)
+        ]
+    )
+    truth = rng.standard_normal(dim)
+    noise = math.sqrt(noise_variance) * rng.standard_normal((clients, examples))
+    return LeastSquares(designs, designs @ truth + noise, truth)
+
+
+def logistic_clients(*, clients: int = 10, dim: int = 100, examples: int = 1000, seed: int = 0) -> Split:
+    """Federated binary logistic regression, labels -1 and +1: Appendix B.2.1 of "FedSplit". Fields ``x`` and ``y``.
+
+    >>> logistic_clients(clients=2, dim=3, examples=5).sizes.tolist()
+    [5, 5]
+    """
+    rng = np.random.default_rng(seed)
+    truth = rng.standard_normal(dim)
+    members = []
+    for _ in range(clients):
+        x = rng.standard_normal((examples, dim))
+        positive = rng.uniform(size=examples) < 1.0 / (1.0 + np.exp(-(x @ truth)))
+        members.append({"x": x, "y": np.where(positive, 1.0, -1.0)})
+    return Split.from_clients(members)
+
+
+def lower_bound_pair(mu: float, G: float) -> QuadraticFederation:
+    """``f_1 = mu x^2 + G x`` and ``f_2 = -G x``: local steps drag x away from 0 at any step size.
+
+    Section 9.5 of the supplement of "Elastic Aggregation for Federated Optimization" (after Karimireddy et al.,
+    SCAFFOLD).
+
+    >>> pair = lower_bound_pair(1.0, 2.0)
+    >>> pair.minimizer.tolist(), pair.client_gradients([0.0]).tolist()
+    ([0.0], [[2.0], [-2.0]])
+    """
+    if mu <= 0 or G <= 0:
+        raise ValueError(f"mu and G must be positive, got mu = {mu}, G = {G}")
+    return linear_federation([[[2.0 * mu]], [[0.0]]], [[-G], [G]])
+
+
+def spread_centers(dim: int, *, mu: float = 1.0, smoothness: float = 1e4, radius: float = 1.0) -> QuadraticFederation:
+    """``dim`` clients, each stiff along its own axis and centred there: the distortion moves all coordinates at once.
+
+    Client i has ``A_i = diag(mu, .., L (at i), .., mu)`` and ``c_i = radius e_i``. Every ``c_i`` lies in the ball of
+    radius C, yet ``x*`` lies near ``C sqrt(d)``: this is the instance on which ``8 C Delta`` fails from about d = 70
+    on (docs/theory/suboptimality.md).
+
+    >>> fed = spread_centers(4, smoothness=100.0)
+    >>> fed.radius, fed.minimizer.round(3).tolist()
+    (1.0, [0.971, 0.971, 0.971, 0.971])
+    """
+    check_curvature(mu, smoothness)
+    A = np.stack([np.diag(np.where(np.arange(dim) == i, smoothness, mu)) for i in range(dim)])
+    return federation(A, radius * np.eye(dim))
+
+
+def synthetic_clients(
+    alpha: float,
+    beta: float,
+    *,
+    clients: int = 30,
+    dim: int = 60,
+    classes: int = 10,
+    sizes: Sequence[int] | None = None,
+    iid: bool = False,
+    seed: int = 0,
+) -> Split:
+    """Synthetic(alpha, beta) of Li et al., "Federated Optimization in Heterogeneous Networks", as LEAF offers it.
+
+    alpha says how much the client models differ, beta how much the client features differ. Fields ``x`` and ``y``.
+
+    >>> split = synthetic_clients(1.0, 1.0, clients=3, sizes=[5, 6, 7])
+    >>> split.sizes.tolist(), split.arrays["x"].shape
+    ([5, 6, 7], (18, 60))
+    """
+    for name, value in (("alpha", alpha), ("beta", beta)):
+        if value < 0:
+            raise ValueError(f"{name} is a variance and must not be negative, got {value}")
+    if sizes is not None and len(sizes) != clients:
+        raise ValueError(f"sizes has {len(sizes)} entries for {clients} clients")
+    rng = np.random.default_rng(seed)
+    counts = (
+        np.minimum(rng.lognormal(4.0, 2.0, clients), 10_000).astype(int) + 50 if sizes is None else np.asarray(sizes)
+    )
+    deviation = np.arange(1, dim + 1) ** -0.6  # covariance diag(j^-1.2)
+    W_shared, b_shared = rng.standard_normal((dim, classes)), rng.standard_normal(classes)
+    members = []
+    for n in counts.tolist():
+        u, B = rng.normal(0.0, math.sqrt(alpha)), rng.normal(0.0, math.sqrt(beta))
+        W, bias = rng.normal(u, 1.0, (dim, classes)), rng.normal(u, 1.0, classes)
+        mean = rng.normal(B, 1.0, dim)
+        if iid:
+            W, bias, mean = W_shared, b_shared, np.zeros(dim)
+        x = mean + deviation * rng.standard_normal((n, dim))
+        members.append({"x": x, "y": np.argmax(x @ W + bias, axis=1)})
+    return Split.from_clients(members)
+
+
+def random_orthogonal(dim: int, rng: np.random.Generator, columns: int | None = None) -> np.ndarray:
+    """Haar-distributed: QR of a Gaussian, with the signs of R's diagonal moved into Q."""
+    Q, R = np.linalg.qr(rng.standard_normal((dim, columns or dim)))
+    return Q * np.sign(np.diag(R))
+
+
+def check_curvature(mu: float, smoothness: float) -> None:
+    """Refuse what no strongly convex smooth loss has."""
+    if not (math.isfinite(mu) and math.isfinite(smoothness)):
+        raise ValueError(f"mu and smoothness must be finite, got mu = {mu}, smoothness = {smoothness}")
+    if mu <= 0:
+        raise ValueError(f"mu must be positive (strong convexity), got {mu}")
+    if mu > smoothness:
+        raise ValueError(f"mu ({mu}) must not exceed smoothness L ({smoothness}); were they swapped?")
+
+
+def _square(A: ArrayLike) -> np.ndarray:
+    A = np.asarray(A, float)
+    if A.ndim != 3 or A.shape[1] != A.shape[2] or 0 in A.shape:
+        raise ValueError(f"A must be [clients, d, d] with at least one client, got the shape {A.shape}")
+    return A
+
+
+def _refuse_singular(eigenvalues: np.ndarray, what: str) -> None:
+    i = int(eigenvalues.min(1).argmin())
+    low, high = eigenvalues[i].min(), eigenvalues.max()
+    if low <= 1e-13 * high or high <= 0:
+        raise ValueError(
+            f"{what}: A of client {i} is singular (eigenvalues from {low:.3g} to {high:.3g}); "
+            "give full-rank data, add ridge, or use linear_federation(A, b), which needs no client minimizer"
+        )
+
+
+def solve_positive(H: np.ndarray, rhs: np.ndarray, what: str) -> np.ndarray:
+    values, vectors = np.linalg.eigh(H)
+    if values[0] <= 1e-14 * abs(values[-1]):
+        raise ValueError(
+            f"{what} has no minimizer that float64 can resolve: its Hessian has eigenvalues "
+            f"{values[0]:.3g} .. {values[-1]:.3g}"
+        )
+    return vectors @ ((vectors.T @ rhs) / values)
