@@ -1,6 +1,6 @@
 """The multi-layer perceptron.
 
-Karimireddy et al., "Mime: Mimicking Centralized Stochastic Algorithms in Federated Learning", section 7 and C.1.
+Karimireddy et al., "Mime: Mimicking Centralized Stochastic Algorithms in Federated Learning", 2021, section 5.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fedbraid.models.cnn import emnist_cnn
 from fedbraid.models.linear import softmax_regression
 from fedbraid.models.mlp import mlp
 from fedbraid.models.model import Model
@@ -17,6 +18,7 @@ Shapes = Mapping[str, Sequence[int]]
 MODELS: dict[str, Callable[..., Model]] = {
     "softmax_regression": softmax_regression,
     "mlp": mlp,
+    "emnist_cnn": emnist_cnn,
 }
 """Every model that a config can name, and its factory."""
 
@@ -25,10 +27,20 @@ def _flat(shapes: Shapes) -> int:
     return math.prod(shapes["x"])
 
 
+def _image(shapes: Shapes) -> tuple[int, ...]:
+    shape = tuple(shapes["x"])
+    if len(shape) == 1 and math.isqrt(shape[0]) ** 2 == shape[0]:
+        return (math.isqrt(shape[0]), math.isqrt(shape[0]), 1)
+    if len(shape) not in (2, 3):
+        raise ValueError(f"this model reads images, the data's 'x' has shape {shape}: set the option image")
+    return (*shape, 1) if len(shape) == 2 else shape
+
+
 # What each factory takes from the data set: argument -> (shapes, num_classes) -> value.
 _SIZES: dict[str, dict[str, Callable[[Shapes, int | None], Any]]] = {
     "softmax_regression": {"d": lambda s, k: _flat(s), "classes": lambda s, k: k},
     "mlp": {"d": lambda s, k: _flat(s), "classes": lambda s, k: k},
+    "emnist_cnn": {"image": lambda s, k: _image(s), "classes": lambda s, k: k},
 }
 
 

@@ -1,0 +1,88 @@
+"""3x3 convolutions with a quarter of the multiplications: Winograd's minimal filtering F(4x4, 3x3).
+
+Winograd, "Arithmetic Complexity of Computations", 1980; Lavin and Gray, "Fast Algorithms for Convolutional Neural
+Networks", 2016. A tile of 4x4 outputs needs 6x6 inputs d and a 3x3 filter g; with the matrices of Cook and Toom
+
+    y = A^T [ (G g G^T) * (B^T d B) ] A        (* is the product entry by entry)
+
+so a layer is 36 matrix products [tiles, in] @ [in, out] instead of one [16 tiles, 9 in] @ [9 in, out]. The three
+transforms are products with the constant matrices B (x) B, G (x) G and A (x) A. Everything is a dense matrix product,
+forwards and backwards, which is what compilers do well in a loop on a CPU and batched over clients on a GPU.
+
+Layers meet in the *block layout* [4, 4, rows, cols, B, C]: pixel (4r + i, 4c + j) of image b lies at [i, j, r, c, b].
+There, the overlapping 6x6 tiles are four plain slices, whose gradient is four plain additions.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Array = jax.Array
+
+TILE = 4
+# The finite points at which the polynomials are evaluated; infinity is the sixth. The textbook's 0, +-1, +-2 lose three
+# times as many digits in single precision; since the transforms are matrix products anyway, the points cost nothing.
+POINTS = (0.0, 0.75, -0.75, 1.5, -1.5)
+
+
+def cook_toom(points: tuple[float, ...] = POINTS, taps: int = 3) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A^T [m, n], G [n, taps] and B^T [n, n] with correlate(d, g) = A^T [(G g) * (B^T d)], n = len(points) + 1.
+
+    B^T holds the polynomials that vanish at all points but one; G evaluates the filter there, divided by the value that
+    polynomial leaves; A^T are the powers of the points. The last row of each is the point at infinity.
+    """
+    n = len(points) + 1
+    m = n - taps + 1
+    at, g, bt = np.zeros((m, n)), np.zeros((n, taps)), np.zeros((n, n))
+    for i, p in enumerate(points):
+        others = [q for j, q in enumerate(points) if j != i]
+        at[:, i] = p ** np.arange(m)
+        g[i] = p ** np.arange(taps) / np.prod([p - q for q in others])
+        bt[i, : n - 1] = np.poly(others)[::-1]
+    at[-1, -1] = g[-1, -1] = 1.0
+    bt[-1] = np.poly(points)[::-1]
+    return at, g, bt
+
+
+_AT, _G, _BT = cook_toom()
+_A2, _G2, _B2 = (np.kron(matrix, matrix) for matrix in (_AT, _G, _BT))  # over rows and columns at once
+
+
+def blocks_for(size: int) -> int:
+    """How many blocks of input hold a valid 3x3 convolution over ``size`` pixels: those of its tiles, and one."""
+    return -(-(size - 2) // TILE) + 1
+
+
+def to_blocks(x: Array) -> Array:
+    """[B, H, W, C] in the block layout, with zeros below and to the right as far as ``conv_blocks`` reads."""
+    b, h, w, c = x.shape
+    rows, cols = blocks_for(h), blocks_for(w)
+    x = jnp.pad(x, ((0, 0), (0, TILE * rows - h), (0, TILE * cols - w), (0, 0)))
+    return x.reshape(b, rows, TILE, cols, TILE, c).transpose(2, 4, 1, 3, 0, 5)
+
+
+def from_blocks(y: Array, h: int, w: int) -> Array:
+    """The block layout (of any block size) back to [B, h, w, C], cropped."""
+    p, q, rows, cols, b, c = y.shape
+    return y.transpose(4, 2, 0, 3, 1, 5).reshape(b, rows * p, cols * q, c)[:, :h, :w]
+
+
+def conv_blocks(x: Array, kernel: Array) -> Array:
+    """Valid 3x3 convolution: [4, 4, rows + 1, cols + 1, B, in] and [3, 3, in, out] give [4, 4, rows, cols, B, out]."""
+    rows, cols, b, c = x.shape[2] - 1, x.shape[3] - 1, x.shape[4], x.shape[5]
+    out = kernel.shape[-1]
+    # The last two rows and columns of a 6x6 tile are the first two of the next block.
+    upper = jnp.concatenate([x[:, :, :-1, :-1], x[:, :2, :-1, 1:]], axis=1)
+    lower = jnp.concatenate([x[:2, :, 1:, :-1], x[:2, :2, 1:, 1:]], axis=1)
+    tiles = jnp.concatenate([upper, lower], axis=0).reshape(36, rows * cols * b * c)
+    points = _product(_B2.astype(x.dtype), tiles).reshape(36, rows * cols * b, c)
+    filters = _product(_G2.astype(x.dtype), kernel.reshape(9, c * out)).reshape(36, c, out)
+    products = _product(points, filters).reshape(36, rows * cols * b * out)
+    return _product(_A2.astype(x.dtype), products).reshape(TILE, TILE, rows, cols, b, out)
+
+
+def _product(x: Array | np.ndarray, y: Array) -> Array:
+    # Full single precision also where the default is less (TF32): the transforms cancel large terms.
+    return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
