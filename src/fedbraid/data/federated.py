@@ -112,8 +112,8 @@ class Split:
 class FederatedData:
     """What a run needs: a train split, and a test split by the same or by other clients.
 
-    When ``test`` (or ``validation``) is by the same clients it lists them in the same order, empty ones included: client
-    ``i`` of one is client ``i`` of the other (``aligned`` says so). ``unseen`` holds clients that never train.
+    When ``test`` (or ``validation``) is by the same clients it lists them in the same order, empty ones included:
+    client ``i`` of one is client ``i`` of the other (``aligned`` says so). ``unseen`` holds clients that never train.
     ``preprocess(batch, key, train)`` maps a batch of stored fields to what a model reads, and leaves the mask alone
     (``fedbraid.data.preprocess``); it is pure and belongs inside the compiled step, because stores keep small integers
     and augmentation must be fresh. With ``train=False`` it is deterministic and ``key`` may be None.
