@@ -1,0 +1,33 @@
+"""fedbraid: federated optimization. Write an algorithm once; simulate, understand, tune and deploy it."""
+
+from fedbraid.algorithms import *  # noqa: F403
+from fedbraid.algorithms import __all__ as _algorithms
+from fedbraid.core import MEAN, Aggregate, Algorithm, Down, Exchange, Reducer, Report, StructureError, Up
+from fedbraid.cost import cost
+from fedbraid.data.federated import FederatedData, Split
+from fedbraid.local import Batches, ClientData, local_work, masked_mean
+from fedbraid.simulate import simulate, use_cores
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "MEAN",
+    "Aggregate",
+    "Algorithm",
+    "Batches",
+    "ClientData",
+    "Down",
+    "Exchange",
+    "FederatedData",
+    "Reducer",
+    "Report",
+    "Split",
+    "StructureError",
+    "Up",
+    "cost",
+    "local_work",
+    "masked_mean",
+    "simulate",
+    "use_cores",
+    *_algorithms,
+]

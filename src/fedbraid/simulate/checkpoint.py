@@ -64,7 +64,7 @@ def _checksums(folder: Path) -> dict[str, str]:
 
 
 def save(root: Path, round_: int, tree: dict[str, Any], *, keep: int = 2) -> Path:
-    """Write ``tree`` (nested dicts of arrays, see :func:`pack`) as the state after ``round_`` rounds; older ones beyond ``keep`` go."""
+    """Write ``tree`` (nested dicts of arrays) as the state after ``round_`` rounds; older ones beyond ``keep`` go."""
     import orbax.checkpoint as ocp
 
     logging.getLogger("absl").setLevel(logging.ERROR)

@@ -1,0 +1,72 @@
+"""What a round sends: bytes down and up, read off the messages themselves, never from a formula."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedbraid.core import Algorithm, message_shapes
+from fedbraid.data.federated import FederatedData, Split
+from fedbraid.local import ClientData
+
+__all__ = ["Cost", "ExchangeCost", "cost", "data_shapes", "nbytes"]
+
+
+class ExchangeCost(NamedTuple):
+    """Bytes that one client receives and sends in one exchange."""
+
+    name: str
+    down: int
+    up: int
+
+
+class Cost(NamedTuple):
+    """Bytes of one client (or of one client per exchange, when cohorts are fresh) in one round."""
+
+    exchanges: tuple[ExchangeCost, ...]
+    model: int
+
+    @property
+    def down(self) -> int:
+        return sum(e.down for e in self.exchanges)
+
+    @property
+    def up(self) -> int:
+        return sum(e.up for e in self.exchanges)
+
+    @property
+    def multiple(self) -> float:
+        """Bytes both ways in units of the model's own size: FedAvg is 2."""
+        return (self.down + self.up) / self.model
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of a message's arrays (or shapes)."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def data_shapes(data: Any) -> ClientData:
+    """A client's data as shapes, from a federated data set, a split, or a mapping of arrays."""
+    split = data.train if isinstance(data, FederatedData) else data
+    arrays = split.arrays if isinstance(split, Split) else split
+    cap = int(split.sizes.max()) if isinstance(split, Split) else len(next(iter(arrays.values())))
+    number = jax.ShapeDtypeStruct((), np.int32)
+    canonical = jax.dtypes.canonicalize_dtype
+    shapes = {name: jax.ShapeDtypeStruct(a.shape, canonical(a.dtype)) for name, a in arrays.items()}
+    return ClientData(shapes, number, number, cap)
+
+
+def cost(alg: Algorithm, params: Any, data: Any) -> Cost:
+    """Bytes down and up per exchange.
+
+    >>> import jax.numpy as jnp
+    >>> from fedbraid.algorithms import fedavg
+    >>> alg = fedavg(lambda params, batch, key: jnp.sum(params * batch["x"].mean()))
+    >>> cost(alg, jnp.zeros(10), {"x": np.zeros((5, 1), np.float32)}).multiple
+    2.0
+    """
+    messages = message_shapes(alg, params, data_shapes(data))
+    return Cost(tuple(ExchangeCost(m.name, nbytes(m.down), nbytes(m.up)) for m in messages), nbytes(params))

@@ -1,0 +1,396 @@
+"""``simulate``: a federated run on this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from fedbraid.core import Algorithm, check_choice, check_count
+from fedbraid.cost import Cost, cost, data_shapes
+from fedbraid.data.federated import FederatedData, Split
+from fedbraid.local import ClientData
+from fedbraid.simulate import checkpoint
+from fedbraid.simulate.arrival import Arrival, everyone
+from fedbraid.simulate.devices import client_mesh, free_memory, replicated
+from fedbraid.simulate.engine import Engine, make_engine
+from fedbraid.simulate.evaluate import evaluator, summarize
+from fedbraid.simulate.feed import Feed, Portion
+from fedbraid.simulate.plan import Plan, Slots
+from fedbraid.simulate.states import HostStates
+
+__all__ = ["Checkpoints", "Progress", "Result", "simulate"]
+
+PyTree = Any
+WINDOW = 64  # rounds in one compiled call at most
+LOOK = 0.25  # seconds between two looks at a run that shows its progress
+
+
+class Checkpoints(NamedTuple):
+    """Where and how often a run is saved; ``resume`` goes on from the newest one there."""
+
+    folder: Path
+    every: int = 50
+    resume: bool = False
+
+
+class Progress(NamedTuple):
+    """What a run tells while it runs: rounds done, the newest row of its history, and its bytes so far."""
+
+    round: int
+    row: dict[str, float]
+    seconds: float
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "server", "states", "history", "evaluations"],
+    meta_fields=["info"],
+)
+@dataclass(frozen=True)
+class Result:
+    """A finished run. Under ``jax.vmap`` every array has the mapped axis in front.
+
+    history: one entry per round; evaluations: one per evaluated round, with ``round`` among its columns.
+    """
+
+    params: PyTree
+    server: PyTree
+    states: PyTree
+    history: dict[str, Any]
+    evaluations: dict[str, Any]
+    info: Info = field(compare=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Info:
+    """What the engine did, beside the results."""
+
+    plan: Plan
+    cost: Cost
+    streamed: bool
+    steps: int  # local steps done
+    masked_share: float  # of all steps computed, those thrown away
+    imbalance: float  # steps of the busiest device over the mean, averaged over rounds
+    stopped_at: int  # rounds done; fewer than asked if the run was told to stop
+
+
+def simulate(
+    alg: Algorithm,
+    params: PyTree,
+    data: FederatedData | Split,
+    *,
+    rounds: int,
+    cohort: int | None = None,
+    seed: int = 0,
+    metrics: Callable | None = None,
+    eval_every: int | None = None,
+    arrival: Arrival = everyone,
+    plan: Literal["auto", "sequential", "chunks"] = "auto",
+    chunk: int | Literal["auto"] = "auto",
+    devices: int | None = None,
+    data_in: Literal["auto", "device", "host"] = "auto",
+    states_in: Literal["auto", "device", "host"] | Path = "auto",
+    checkpoints: Checkpoints | None = None,
+    on_progress: Callable[[Progress], bool | None] | None = None,
+) -> Result:
+    """Run ``alg`` for ``rounds`` rounds with ``cohort`` clients each (default: all of them).
+
+    metrics: ``(params, batch) -> {name: (sums, weights)}``, evaluated on ``data.test`` every ``eval_every`` rounds
+        (default: at the end only) and after the last.
+    plan, chunk, devices, data_in, states_in: how it is computed; the defaults fit the machine, the results do not
+        depend on them (beyond rounding).
+    on_progress: called now and then; returning True ends the run after a checkpoint.
+
+    Hyper-parameters inside ``alg`` may be traced, so a sweep is a ``vmap``:
+
+    >>> import jax, numpy as np, jax.numpy as jnp
+    >>> from fedbraid import Split, fedavg, simulate
+    >>> data = Split.from_clients([{"x": np.full((4, 1), c, np.float32)} for c in (1.0, 3.0)])
+    >>> loss = lambda params, batch, key: 0.5 * jnp.mean((params - batch["x"]) ** 2)
+    >>> run = lambda lr: simulate(fedavg(loss, client_lr=lr, batch_size=4), jnp.zeros(1), data, rounds=50).params
+    >>> [round(float(x), 3) for x in jax.vmap(run)(jnp.array([0.1, 0.5]))[:, 0]]
+    [1.99, 2.0]
+    """
+    federated = data if isinstance(data, FederatedData) else FederatedData(data)
+    federated.check()
+    split = federated.train
+    check_count("rounds", rounds)
+    size = split.num_clients if cohort is None else check_count("cohort", cohort)
+    if size > split.num_clients:
+        raise ValueError(f"cohort must be at most the population of {split.num_clients} clients, got {size}")
+    if eval_every is not None:
+        check_count("eval_every", eval_every)
+    check_choice("plan", plan, ("auto", "sequential", "chunks"))
+    check_choice("data_in", data_in, ("auto", "device", "host"))
+    traffic = cost(alg, params, split)  # checks the structure too, before anything compiles
+
+    mesh = client_mesh(devices)
+    chosen = _choose_plan(alg, params, split, mesh, plan, chunk, size)
+    stream = data_in == "host" or (data_in == "auto" and not _fits(split.nbytes, mesh))
+    on_host = _states_on_host(alg, params, split.num_clients, states_in, mesh)
+    feed = Feed(alg, chosen, mesh, split, seed=seed, window=min(WINDOW, rounds), stream=stream)
+    engine = make_engine(
+        alg,
+        chosen,
+        mesh,
+        cap=int(split.sizes.max()),
+        population=split.num_clients,
+        arrival=arrival,
+        local=stream,
+    )
+    run = _Run(alg, feed, engine, traffic, rounds, seed, checkpoints, on_progress)
+    if metrics is not None:
+        if federated.test is None:
+            raise ValueError("metrics were given, but the data has no test split to evaluate them on")
+        run.evaluate = evaluator(metrics, federated.test)
+        run.eval_every = rounds if eval_every is None else eval_every
+    run.start(params, on_host, states_in if isinstance(states_in, Path) else None)
+    return run.go()
+
+
+def _fits(wanted: int, mesh: Mesh) -> bool:
+    device = mesh.devices.flat[0]
+    copies = mesh.devices.size if device.platform == "cpu" else 1
+    return wanted * copies <= 0.4 * free_memory(device)
+
+
+def _states_on_host(alg: Algorithm, params: PyTree, population: int, states_in: Any, mesh: Mesh) -> bool:
+    if isinstance(states_in, Path):
+        return True
+    check_choice("states_in", states_in, ("auto", "device", "host"))
+    state = jax.eval_shape(alg.init_client, params)
+    bytes_each = sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    if states_in == "auto":
+        return not _fits(bytes_each * population, mesh)
+    return states_in == "host" and bytes_each > 0
+
+
+def _choose_plan(
+    alg: Algorithm, params: PyTree, split: Split, mesh: Mesh, kind: Any, chunk: int | Literal["auto"], cohort: int
+) -> Plan:
+    device, devices = mesh.devices.flat[0], mesh.devices.size
+    if kind == "auto":
+        kind = "sequential" if device.platform == "cpu" else "chunks"
+    if kind == "sequential":
+        return Plan(kind, devices, cohort, 1)
+    share = -(-cohort // devices)
+    if chunk == "auto":
+        need = _client_bytes(alg, params, split)
+        chunk = int(max(1, 0.5 * free_memory(device) // need)) if need else share
+    return Plan(kind, devices, cohort, min(check_count("chunk", chunk), share))
+
+
+def _client_bytes(alg: Algorithm, params: PyTree, split: Split) -> int | None:
+    """Memory that one more client in a chunk takes, by the compiled program; None while hyper-parameters are traced."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    server, state = jax.eval_shape(alg.init, params), jax.eval_shape(alg.init_client, params)
+    whole = data_shapes(split)
+    few = {n: jax.ShapeDtypeStruct((whole.cap, *s.shape[1:]), s.dtype) for n, s in whole.arrays.items()}
+    data = ClientData(few, whole.offset, whole.size, whole.cap)
+    largest = 0
+    for exchange in alg.exchanges:
+        down = jax.eval_shape(exchange.send, server)
+        try:
+            compiled = jax.jit(exchange.client).lower(down, state, data, key).compile()
+        except jax.errors.UnexpectedTracerError:
+            return None
+        used = compiled.memory_analysis()
+        if used is None:
+            return None
+        largest = max(largest, used.temp_size_in_bytes + used.output_size_in_bytes)
+    return max(largest, 1)
+
+
+def _place(tree: PyTree, mesh: Mesh) -> PyTree:
+    """On every device of the mesh; traced values stay where they are."""
+    if mesh.devices.size == 1 or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree)):
+        return tree
+    return jax.device_put(tree, replicated(mesh))
+
+
+def _join(logs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: jnp.concatenate([log[name] for log in logs]) for name in logs[0]} if logs else {}
+
+
+def _stack(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: jnp.stack([row[name] for row in rows]) for name in rows[0]} if rows else {}
+
+
+class _Run:
+    """The host's side of a run: portions in, history out, checkpoints on the way."""
+
+    def __init__(
+        self,
+        alg: Algorithm,
+        feed: Feed,
+        engine: Engine,
+        traffic: Cost,
+        rounds: int,
+        seed: int,
+        checkpoints: Checkpoints | None,
+        on_progress: Callable | None,
+    ) -> None:
+        self.alg, self.feed, self.engine, self.traffic = alg, feed, engine, traffic
+        self.rounds, self.checkpoints, self.on_progress = rounds, checkpoints, on_progress
+        self.seed_key = jax.random.key(seed)
+        self.evaluate: Callable | None = None
+        self.eval_every: int | None = None
+        self.done = 0
+        self.logs: list[dict[str, Any]] = []
+        self.evaluations: list[dict[str, Any]] = []
+        self.steps = self.masked = 0
+        self.imbalance = 0.0
+
+    def start(self, params: PyTree, on_host: bool, path: Path | None) -> None:
+        alg, population = self.alg, self.feed.split.num_clients
+        strong = partial(jax.tree.map, lambda leaf: jnp.array(leaf, jnp.asarray(leaf).dtype))
+        self.server = _place(strong(alg.init(params)), self.feed.mesh)
+        first = strong(alg.init_client(params))
+        self.host_states = HostStates(first, population, path) if on_host else None
+        self.states: PyTree = ()
+        if not on_host:
+            wide = partial(jax.tree.map, lambda leaf: jnp.broadcast_to(leaf, (population, *leaf.shape)) + 0)
+            self.states = _place(wide(first), self.feed.mesh)
+        if self.checkpoints is not None and self.checkpoints.resume:
+            self._restore(checkpoint.latest(self.checkpoints.folder))
+
+    # -- checkpoints
+
+    def _save(self) -> None:
+        assert self.checkpoints is not None
+        states = self.host_states.export() if self.host_states else checkpoint.pack(self.states)
+        tree = {
+            "server": checkpoint.pack(self.server),
+            "states": states,
+            "log": _join(self.logs),
+            "evaluations": _stack(self.evaluations),
+            "load": {"steps": self.steps, "masked": self.masked, "imbalance": self.imbalance},
+        }
+        checkpoint.save(self.checkpoints.folder, self.done, tree)
+
+    def _restore(self, place: Path) -> None:
+        self.done, tree = checkpoint.load(place)
+        self.server = _place(checkpoint.unpack(self.server, tree["server"] or {}, "server state"), self.feed.mesh)
+        if self.host_states:
+            self.host_states.restore(tree["states"])
+        else:
+            saved = checkpoint.unpack(self.states, tree["states"] or {}, "client states")
+            self.states = _place(saved, self.feed.mesh)
+        self.logs = [tree["log"]] if tree["log"] else []
+        rows = tree["evaluations"] or {}
+        count = len(next(iter(rows.values()))) if rows else 0
+        self.evaluations = [{name: column[i] for name, column in rows.items()} for i in range(count)]
+        load = tree["load"]
+        self.steps, self.masked, self.imbalance = int(load["steps"]), int(load["masked"]), float(load["imbalance"])
+
+    # -- rounds
+
+    def _until(self, round_: int) -> int:
+        """The next round at which the host has something to do."""
+        marks = [self.rounds]
+        if self.eval_every:
+            marks.append((round_ // self.eval_every + 1) * self.eval_every)
+        if self.checkpoints is not None:
+            marks.append((round_ // self.checkpoints.every + 1) * self.checkpoints.every)
+        return min(marks)
+
+    def _portions(self):
+        if self.feed.stream:
+            self.feed.reserve(range(self.done, self.rounds))
+            yield from self.feed.portions(self.done, self.rounds)
+            return
+        pace, number = 0.0, 1 if self.on_progress else self.feed.window
+        while self.done < self.rounds:
+            number = min(number, self.feed.window, self._until(self.done) - self.done)
+            began, before = time.perf_counter(), self.done
+            yield self.feed.portion(self.done, number)
+            if self.on_progress:  # the first portion compiles, so its pace says nothing
+                taken = (time.perf_counter() - began) / (self.done - before)
+                number = max(1, int(LOOK / taken)) if pace else 1
+                pace = taken
+            else:
+                number = self.feed.window
+
+    def _advance(self, portion: Portion) -> None:
+        if self.host_states is not None:
+            log = self._advance_on_host(portion)
+        else:
+            self.server, self.states, log = self.engine.rounds(
+                self.server, self.states, portion.arrays, portion.slots, portion.first, portion.number, self.seed_key
+            )
+        log = {name: column[: portion.number] for name, column in log.items()}
+        for exchange in self.traffic.exchanges:
+            arrived = log[f"{exchange.name}/arrived"]
+            log[f"{exchange.name}/bytes_down"] = jnp.full(portion.number, self.feed.plan.cohort * float(exchange.down))
+            log[f"{exchange.name}/bytes_up"] = arrived * float(exchange.up)
+        self.logs.append(log)
+        self.done += portion.number
+        loads = [load for row in portion.loads for load in row]
+        self.steps += sum(load.steps for load in loads)
+        self.masked += sum(load.masked for load in loads)
+        self.imbalance += sum(load.imbalance for load in loads) / len(loads) * portion.number
+
+    def _advance_on_host(self, portion: Portion) -> dict[str, Any]:
+        assert self.host_states is not None
+        rows = []
+        for i in range(portion.number):
+            row: dict[str, Any] = {}
+            for index, slots in enumerate(portion.slots):
+                here = Slots(*(leaf[i] for leaf in slots))
+                states = self.host_states.read(here.ids)
+                self.server, states, new = self.engine.exchange(
+                    index, self.server, states, portion.arrays[index], here, portion.first + i, self.seed_key
+                )
+                self.host_states.write(here.ids, states)
+                row |= new
+            rows.append(row)
+        return _stack(rows)
+
+    def _look(self, began: float) -> bool:
+        """Evaluate, save and tell, whatever is due after ``self.done`` rounds. True: stop."""
+        last = self.done == self.rounds
+        if self.evaluate is not None and self.eval_every and (last or self.done % self.eval_every == 0):
+            scores = summarize(self.evaluate(self.alg.params(self.server)))
+            self.evaluations.append({"round": jnp.asarray(self.done)} | scores)
+        stop = False
+        if self.on_progress is not None:
+            row = {name: float(column[-1]) for name, column in self.logs[-1].items()}
+            if self.evaluations:
+                row |= {name: float(value) for name, value in self.evaluations[-1].items() if name != "round"}
+            stop = bool(self.on_progress(Progress(self.done, row, time.perf_counter() - began)))
+        due = self.checkpoints is not None and (stop or last or self.done % self.checkpoints.every == 0)
+        if due:
+            self._save()
+        return stop
+
+    def go(self) -> Result:
+        began = time.perf_counter()
+        portions = self._portions()
+        try:
+            for portion in portions:
+                self._advance(portion)
+                if self._look(began):
+                    break
+        finally:
+            portions.close()
+        states = self.states if self.host_states is None else self.host_states
+        info = Info(
+            self.feed.plan,
+            self.traffic,
+            self.feed.stream,
+            self.steps,
+            self.masked / max(self.steps + self.masked, 1),
+            self.imbalance / max(self.done, 1),
+            self.done,
+        )
+        params = self.alg.params(self.server)
+        return Result(params, self.server, states, _join(self.logs), _stack(self.evaluations), info)
