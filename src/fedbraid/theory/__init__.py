@@ -41,6 +41,7 @@ from fedbraid.theory.quadratics import (
     LeastSquares,
     QuadraticFederation,
     conditioned_least_squares,
+    crossing_pair,
     federation,
     gaussian_least_squares,
     linear_federation,
@@ -48,7 +49,6 @@ from fedbraid.theory.quadratics import (
     lower_bound_pair,
     random_federation,
     random_spectrum,
-    spread_centers,
     synthetic_clients,
 )
 from fedbraid.theory.splitting import (
@@ -105,6 +105,7 @@ __all__ = [
     "aggregation_rate",
     "conditioned_least_squares",
     "contraction",
+    "crossing_pair",
     "distortion",
     "drift_bound",
     "error_floor",
@@ -146,7 +147,6 @@ __all__ = [
     "server_optimizer",
     "simulated_frontier",
     "split_step",
-    "spread_centers",
     "suboptimality_bound",
     "surrogate_loss",
     "synthetic_clients",

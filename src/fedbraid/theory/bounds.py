@@ -108,14 +108,17 @@ def suboptimality_bound(
     gamma: float,
     theta: Theta,
     alpha: float = 0.0,
-    constant: Literal["proven", "conjectured"] = "proven",
+    constant: Literal["published", "conjectured", "general"] = "published",
     evidence: QuadraticFederation | None = None,
 ) -> Bound:
-    """Theorem 4: ``||x*(alpha, gamma, Theta) - x*|| <= 8 C Delta``; ``constant="conjectured"`` gives 2 C Delta.
+    """Theorem 4: ``||x*(alpha, gamma, Theta) - x*|| <= 8 C Delta``, or with another constant.
 
-    In one dimension 2 C is proven (Lemma 12) and used. In more, the published proof of 8 C has a gap, and
-    `quadratics.spread_centers` exceeds 8 C Delta from about d = 70 on; so the bound is never marked proven there. For a
-    bound that holds in every dimension see `excess_loss_bound`.
+    - ``"published"``: 8 C Delta; in one dimension 2 C Delta, which is proven there (Lemma 12).
+    - ``"conjectured"``: 2 C Delta, the paper's conjecture for every dimension.
+    - ``"general"``: ``sqrt(kappa0) C 2 Delta / (1 - Delta)``, proven in docs/theory/suboptimality.md.
+
+    In two dimensions and more the published proof has a gap, and `quadratics.crossing_pair` exceeds 8 C Delta from
+    kappa0 of about 200 on; so the first two are never marked proven there.
 
     >>> from fedbraid.theory import surrogate as s
     >>> b = suboptimality_bound(radius=1.0, mu=1.0, smoothness=10.0, gamma=0.05, theta=s.theta_sum(10))
@@ -123,32 +126,32 @@ def suboptimality_bound(
     (2.674006, False)
     """
     p, C, checks = _operating_point(evidence, radius, mu, smoothness, gamma, theta, alpha)
-    dim = evidence.dim if evidence is not None else None
-    if constant not in ("proven", "conjectured"):
-        raise ValueError(
-            f"constant must be 'proven' (8 C, or 2 C in one dimension) or 'conjectured' (2 C), got {constant!r}"
-        )
-    factor = 8.0 if constant == "proven" and dim != 1 else 2.0
-    if dim == 1:
-        checks.append(Assumption("one dimension, where 2 C holds (Lemma 12)", "checked"))
+    one = evidence is not None and evidence.dim == 1
+    name, form = "Theorem 4", "constant C Delta"
+    if constant == "general":
+        name, form = "Theorem 4, general form", "sqrt(kappa0) C 2 Delta / (1 - Delta)"
+        factor = 2.0 * math.sqrt(p.kappa0) / (1.0 - p.delta) if p.delta < 1 else math.inf
+    elif constant == "published":
+        factor = 2.0 if one else 8.0
     elif constant == "conjectured":
-        checks.append(Assumption("the conjecture that 2 C suffices in every dimension", "assumed", "false for large d"))
+        factor = 2.0
+        name += "" if one else " (conjectured constant 2 C)"
     else:
-        checks.append(
-            Assumption(
-                "the published step from n matrices to two in the proof of Theorem 6",
-                "assumed",
-                "it merges equal matrices as if that could not lower a sum of norms; it can, and the bound fails for "
-                "d >= 70 on spread_centers",
-            )
-        )
+        raise ValueError(f"constant must be published (8 C), conjectured (2 C) or general, got {constant!r}")
+    if one and constant != "general":
+        checks.append(Assumption("one dimension, where 2 C holds (Lemma 12)", "checked"))
+    elif constant == "published":
+        gap = "its proof lets a sum of norms shrink when matrices are merged; crossing_pair exceeds 8 C Delta"
+        checks.append(Assumption("Theorem 6 of the paper", "assumed", gap))
+    elif constant == "conjectured":
+        checks.append(Assumption("2 C suffices in every dimension", "assumed", "crossing_pair exceeds it"))
     return Bound(
-        "Theorem 4" + (" (conjectured constant 2 C)" if constant == "conjectured" and dim != 1 else ""),
-        f"||x*(alpha, gamma, Theta) - x*|| <= {factor:g} C Delta",
+        name,
+        f"||x*(alpha, gamma, Theta) - x*|| <= {form}",
         factor * C * p.delta,
         {"constant": factor, "radius C": C, "Delta": p.delta},
         tuple(checks),
-        f"{TRADE_OFFS}, Theorem 4, Lemma 12",
+        f"{TRADE_OFFS}, Theorem 4, Lemma 12" if constant != "general" else "fedbraid, docs/theory/suboptimality.md",
         p.notes,
     )
 
@@ -164,7 +167,7 @@ def trajectory_bound(
     gamma: float,
     theta: Theta,
     alpha: float = 0.0,
-    constant: Literal["proven", "conjectured"] = "proven",
+    constant: Literal["published", "conjectured", "general"] = "published",
     evidence: QuadraticFederation | None = None,
 ) -> Bound:
     """Corollary 1: ``||x_T - x*|| <= rho^T ||x_0 - x*(alpha, gamma, Theta)|| + 8 C Delta``, both terms apart.
@@ -227,7 +230,7 @@ def excess_loss_bound(federation: QuadraticFederation, *, gamma: float, theta: T
     (True, True)
     """
     sur = surrogate_loss(federation, gamma=gamma, theta=theta, alpha=alpha)
-    spread = math.exp((sur.log_q.max() - sur.log_q.min()) / 2.0) - 1.0
+    spread = math.expm1((sur.log_q.max() - sur.log_q.min()) / 2.0)
     best = federation.loss(federation.minimizer)
     low = float(np.linalg.eigvalsh(federation.hessian)[0])
     value = spread**2 * best

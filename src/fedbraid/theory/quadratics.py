@@ -24,6 +24,7 @@ __all__ = [
     "LeastSquares",
     "QuadraticFederation",
     "conditioned_least_squares",
+    "crossing_pair",
     "federation",
     "gaussian_least_squares",
     "linear_federation",
@@ -31,7 +32,6 @@ __all__ = [
     "lower_bound_pair",
     "random_federation",
     "random_spectrum",
-    "spread_centers",
     "synthetic_clients",
 ]
 
@@ -110,10 +110,10 @@ class QuadraticFederation:
     def loss(self, x: ArrayLike) -> float:
         """``E_i f_i(x)``; for clients with a minimizer the constant is chosen such that ``f_i(c_i) = 0``."""
         x = np.asarray(x, float)
-        value = 0.5 * x @ self.hessian @ x - self.linear @ x
-        if self.mu > 0:
-            value += 0.5 * float(self.weights @ np.einsum("ia,ia->i", self.b, self.centers))
-        return float(value)
+        if self.mu <= 0:
+            return float(0.5 * x @ self.hessian @ x - self.linear @ x)
+        away = x - self.centers
+        return float(0.5 * self.weights @ np.einsum("ia,iab,ib->i", away, self.A, away))
 
     def gradient(self, x: ArrayLike) -> np.ndarray:
         return self.hessian @ np.asarray(x, float) - self.linear
@@ -314,20 +314,24 @@ def lower_bound_pair(mu: float, G: float) -> QuadraticFederation:
     return linear_federation([[[2.0 * mu]], [[0.0]]], [[-G], [G]])
 
 
-def spread_centers(dim: int, *, mu: float = 1.0, smoothness: float = 1e4, radius: float = 1.0) -> QuadraticFederation:
-    """``dim`` clients, each stiff along its own axis and centred there: the distortion moves all coordinates at once.
+def crossing_pair(kappa0: float, *, radius: float = 1.0) -> QuadraticFederation:
+    """Two clients in the plane, stiff along nearly parallel lines: x* lies far outside the ball of their minimizers.
 
-    Client i has ``A_i = diag(mu, .., L (at i), .., mu)`` and ``c_i = radius e_i``. Every ``c_i`` lies in the ball of
-    radius C, yet ``x*`` lies near ``C sqrt(d)``: this is the instance on which ``8 C Delta`` fails from about d = 70
-    on (docs/theory/suboptimality.md).
+    Client 1 is stiff (L = kappa0, mu = 1) along ``u = (cos h, sin h)`` and centred at ``C u``, client 2 along ``(cos
+    h, -sin h)`` and centred at minus that; with ``sin h = 1 / sqrt(kappa0 + 1)`` the minimizer is ``(0, C sqrt(kappa0
+    + 1) / 2)``, while averaging the clients' own minimizers gives ``(0, C sin h)``. The distance to x* thus grows
+    like ``sqrt(kappa0)``, which no bound of the form constant times C times Delta allows
+    (docs/theory/suboptimality.md).
 
-    >>> fed = spread_centers(4, smoothness=100.0)
-    >>> fed.radius, fed.minimizer.round(3).tolist()
-    (1.0, [0.971, 0.971, 0.971, 0.971])
+    >>> crossing_pair(399.0).minimizer.round(6).tolist()
+    [0.0, 10.0]
     """
-    check_curvature(mu, smoothness)
-    A = np.stack([np.diag(np.where(np.arange(dim) == i, smoothness, mu)) for i in range(dim)])
-    return federation(A, radius * np.eye(dim))
+    check_curvature(1.0, kappa0)
+    sine = 1.0 / math.sqrt(kappa0 + 1.0)
+    cosine = math.sqrt(1.0 - sine**2)
+    stiff = np.array([[cosine, sine], [cosine, -sine]])
+    A = np.eye(2) + (kappa0 - 1.0) * np.einsum("ia,ib->iab", stiff, stiff)
+    return federation(A, radius * stiff * np.array([[1.0], [-1.0]]))
 
 
 def synthetic_clients(
