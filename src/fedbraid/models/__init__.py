@@ -1,23 +1,36 @@
 """Models as pure functions: the papers' networks, and doors for the user's own."""
 
+from fedbraid.models.adapt import from_equinox, from_flax, from_functions
 from fedbraid.models.cnn import emnist_cnn
 from fedbraid.models.layers import conv2d, dropout, max_pool
-from fedbraid.models.linear import softmax_regression
+from fedbraid.models.linear import least_squares, logistic, one_versus_all, softmax_regression
+from fedbraid.models.lstm import char_lstm, word_lstm
 from fedbraid.models.mlp import mlp
-from fedbraid.models.model import Model, from_functions, total
+from fedbraid.models.model import Model, total
 from fedbraid.models.registry import MODELS, build, resolve
+from fedbraid.models.resnet import resnet18_gn
+from fedbraid.models.rewrite import fast_convolutions
 
 __all__ = [
     "MODELS",
     "Model",
     "build",
+    "char_lstm",
     "conv2d",
     "dropout",
     "emnist_cnn",
+    "fast_convolutions",
+    "from_equinox",
+    "from_flax",
     "from_functions",
+    "least_squares",
+    "logistic",
     "max_pool",
     "mlp",
+    "one_versus_all",
+    "resnet18_gn",
     "resolve",
     "softmax_regression",
     "total",
+    "word_lstm",
 ]

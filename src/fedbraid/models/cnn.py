@@ -9,8 +9,7 @@ import jax
 
 from fedbraid.models import layers
 from fedbraid.models.layers import as_floats, conv2d, conv_init, dense, dense_init, max_pool
-from fedbraid.models.linear import check_sizes
-from fedbraid.models.model import Model, score_classes, supervised
+from fedbraid.models.model import Model, check_sizes, score_classes, supervised
 
 
 def emnist_cnn(classes: int = 62, *, dropout: bool = True, image: tuple[int, ...] = (28, 28, 1)) -> Model:

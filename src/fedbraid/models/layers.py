@@ -55,7 +55,7 @@ def as_floats(x: Array, shape: Sequence[int]) -> Array:
 Padding = str | int | Sequence[tuple[int, int]]
 
 
-def conv2d(x: Array, kernel: Array, *, stride: int = 1, padding: Padding = "VALID") -> Array:
+def conv2d(x: Array, kernel: Array, *, stride: int | tuple[int, int] = 1, padding: Padding = "VALID") -> Array:
     """Convolution of images [B, H, W, in] with a kernel [kh, kw, in, out], made of matrix products.
 
     XLA's own convolution is slow in the two places a federated simulation uses it: on a CPU inside a loop (one client
@@ -65,7 +65,7 @@ def conv2d(x: Array, kernel: Array, *, stride: int = 1, padding: Padding = "VALI
     Args:
         x: images, channels last.
         kernel: [kh, kw, in, out].
-        stride: the same along both axes.
+        stride: one for both axes, or (down, across).
         padding: ``"VALID"``, ``"SAME"`` (as XLA and TensorFlow define it), a number, or ((top, bottom), (left, right)).
 
     >>> import jax.numpy as jnp
@@ -74,11 +74,14 @@ def conv2d(x: Array, kernel: Array, *, stride: int = 1, padding: Padding = "VALI
            [9., 9.]], dtype=float32)
     """
     kh, kw, c, out = kernel.shape
-    x = pad_images(x, (kh, kw), stride, padding)
-    b, h, w = x.shape[0], (x.shape[1] - kh) // stride + 1, (x.shape[2] - kw) // stride + 1
-    if stride == 1 and (kh, kw) == (3, 3) and winograd_pays(h, w, c, x.dtype):
+    if x.ndim != 4 or x.shape[-1] != c:
+        raise ValueError(f"conv2d takes images [B, H, W, {c}] for a kernel of shape {kernel.shape}, got {x.shape}")
+    strides = (stride, stride) if isinstance(stride, int) else stride
+    x = pad_images(x, (kh, kw), strides, padding)
+    b, (h, w) = x.shape[0], _window_counts(x, (kh, kw), strides)
+    if strides == (1, 1) and (kh, kw) == (3, 3) and winograd_pays(h, w, c, x.dtype):
         return from_blocks(conv_blocks(to_blocks(x), kernel), h, w)
-    columns = patches(x, (kh, kw), stride).reshape(b * h * w, kh * kw * c)
+    columns = patches(x, (kh, kw), strides).reshape(b * h * w, kh * kw * c)
     return (columns @ kernel.reshape(kh * kw * c, out)).reshape(b, h, w, out)
 
 
@@ -88,24 +91,32 @@ def winograd_pays(h: int, w: int, channels: int, dtype) -> bool:
     return channels >= 8 and 36 * tiles <= 0.6 * 9 * h * w and dtype in (jnp.float32, jnp.float64)
 
 
-def patches(x: Array, window: tuple[int, int], stride: int = 1) -> Array:
+def patches(x: Array, window: tuple[int, int], strides: tuple[int, int] = (1, 1)) -> Array:
     """im2col: the windows of [B, H, W, C] as [B, h, w, kh * kw * C], in the order of a kernel's first three axes."""
-    h, w = ((x.shape[1 + axis] - window[axis]) // stride + 1 for axis in (0, 1))
+    h, w = _window_counts(x, window, strides)
+    (down, across), (kh, kw) = strides, window
     taps = [
-        x[:, i : i + (h - 1) * stride + 1 : stride, j : j + (w - 1) * stride + 1 : stride]
-        for i in range(window[0])
-        for j in range(window[1])
+        x[:, i : i + (h - 1) * down + 1 : down, j : j + (w - 1) * across + 1 : across]
+        for i in range(kh)
+        for j in range(kw)
     ]
     return taps[0] if len(taps) == 1 else jnp.concatenate(taps, axis=-1)
 
 
-def pad_images(x: Array, window: tuple[int, int], stride: int, padding: Padding) -> Array:
-    """[B, H, W, C] with the zeros that ``padding`` asks for; negative padding is refused."""
+def _window_counts(x: Array, window: tuple[int, int], strides: tuple[int, int]) -> tuple[int, int]:
+    h, w = ((x.shape[1 + axis] - window[axis]) // strides[axis] + 1 for axis in (0, 1))
+    if min(h, w) < 1:
+        raise ValueError(f"a window of {window[0]} x {window[1]} does not fit images of {x.shape[1]} x {x.shape[2]}")
+    return h, w
+
+
+def pad_images(x: Array, window: tuple[int, int], strides: tuple[int, int], padding: Padding) -> Array:
+    """[B, H, W, C] with the zeros that ``padding`` asks for."""
     if padding == "VALID":
         return x
     if padding == "SAME":
         pads = []
-        for size, k in zip(x.shape[1:3], window, strict=True):
+        for size, k, stride in zip(x.shape[1:3], window, strides, strict=True):
             short = max((-(-size // stride) - 1) * stride + k - size, 0)
             pads.append((short // 2, short - short // 2))
     elif isinstance(padding, int):
@@ -114,7 +125,7 @@ def pad_images(x: Array, window: tuple[int, int], stride: int, padding: Padding)
         raise ValueError(f"padding must be 'VALID', 'SAME', a number or two pairs of numbers, got {padding!r}")
     else:
         pads = [tuple(pair) for pair in padding]
-    return x if not any(map(any, pads)) else jnp.pad(x, ((0, 0), *pads, (0, 0)))
+    return jnp.pad(x, ((0, 0), *pads, (0, 0))) if any(map(any, pads)) else x
 
 
 def max_pool(x: Array, window: int = 2) -> Array:

@@ -1,11 +1,87 @@
-"""Linear models, convex in their parameters. They start at zero: the seed matters through the data alone."""
+"""Linear models, convex in their parameters. They start at zero: the seed matters through the data alone.
+
+Losses are means over examples. Where a paper sums over a client's n examples and adds (lambda/2) ||w||^2, that is n
+times the loss here with ``l2 = lambda / n``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 
 from fedbraid.models.layers import as_floats, dense
-from fedbraid.models.model import Model, score_classes, supervised
+from fedbraid.models.model import Array, Model, PyTree, check_sizes, score_classes, score_values, supervised
+
+
+def least_squares(d: int, *, l2: float = 0.0, intercept: bool = False) -> Model:
+    """Linear least squares: the mean of (x.w - y)^2 / 2, plus l2/2 ||w||^2. ``x`` [B, d], ``y`` [B].
+
+    The half makes the Hessian the features' second moment. Metrics: ``loss``, and ``squared_error`` without the half.
+
+    Args:
+        d: the number of features.
+        l2: weight of the penalty; the intercept is not penalised.
+        intercept: fit a constant ``b`` too.
+
+    >>> import jax, jax.numpy as jnp
+    >>> model = least_squares(2)
+    >>> batch = {"x": jnp.eye(2), "y": jnp.array([2.0, 0.0]), "mask": jnp.ones(2)}
+    >>> jax.grad(model.loss)(model.init(jax.random.key(0)), batch, None)["w"].tolist()
+    [-1.0, 0.0]
+    """
+    check_sizes(d=d)
+    return supervised(_zeros((d,), (), intercept), _linear(d), score_values, _l2_penalty(l2))
+
+
+def logistic(d: int, *, l2: float = 0.0, intercept: bool = False) -> Model:
+    """Binary logistic regression: the mean of log(1 + exp(-b x.w)), plus l2/2 ||w||^2. ``x`` [B, d], ``y`` [B].
+
+    The label b is +1 where ``y > 0`` and -1 elsewhere, so both {0, 1} and {-1, +1} will do. Pathak and Wainwright,
+    "FedSplit", 2020, eq. (20).
+
+    >>> import jax, jax.numpy as jnp
+    >>> model = logistic(1)
+    >>> batch = {"x": jnp.array([[1.0], [3.0]]), "y": jnp.array([1, 0]), "mask": jnp.ones(2)}
+    >>> jax.grad(model.loss)(model.init(jax.random.key(0)), batch, None)["w"].tolist()
+    [0.5]
+    """
+    check_sizes(d=d)
+
+    def score(outputs, y, mask):
+        mask = mask.astype(outputs.dtype)
+        sign = jnp.where(y > 0, 1, -1).astype(outputs.dtype)
+        return {
+            "loss": (jax.nn.softplus(-sign * outputs) * mask, mask),
+            "accuracy": (((outputs > 0) == (y > 0)) * mask, mask),
+        }
+
+    return supervised(_zeros((d,), (), intercept), _linear(d), score, _l2_penalty(l2))
+
+
+def one_versus_all(d: int, classes: int, *, l2: float = 0.0, intercept: bool = False) -> Model:
+    """One logistic regression a class: the mean over examples of sum_k log(1 + exp(-b_k x.w_k)), plus l2/2 ||w||^2.
+
+    ``x`` [B, d], ``y`` [B] in 0 .. classes - 1; b_k is +1 for the label's class and -1 for the others. The prediction
+    is the class of the largest x.w_k. Pathak and Wainwright, "FedSplit", 2020, eq. (21).
+
+    >>> import jax
+    >>> one_versus_all(d=6785, classes=62).init(jax.random.key(0))["w"].shape
+    (6785, 62)
+    """
+    check_sizes(d=d, classes=classes)
+
+    def score(outputs, y, mask):
+        mask = mask.astype(outputs.dtype)
+        sign = jnp.where(y[:, None] == jnp.arange(classes), 1, -1).astype(outputs.dtype)
+        return {
+            "loss": (jax.nn.softplus(-sign * outputs).sum(-1) * mask, mask),
+            "accuracy": ((jnp.argmax(outputs, -1) == y) * mask, mask),
+        }
+
+    return supervised(_zeros((d, classes), (classes,), intercept), _linear(d), score, _l2_penalty(l2))
 
 
 def softmax_regression(d: int, classes: int, *, l2: float = 0.0) -> Model:
@@ -20,16 +96,22 @@ def softmax_regression(d: int, classes: int, *, l2: float = 0.0) -> Model:
     ((784, 62), (62,))
     """
     check_sizes(d=d, classes=classes)
-
-    return supervised(
-        lambda key: {"w": jnp.zeros((d, classes)), "b": jnp.zeros(classes)},
-        lambda params, x, key: dense(params, as_floats(x, (d,))),
-        score_classes,
-        l2_penalty(l2),
-    )
+    return supervised(_zeros((d, classes), (classes,), True), _linear(d), score_classes, _l2_penalty(l2))
 
 
-def l2_penalty(l2):
+def _zeros(w: tuple[int, ...], b: tuple[int, ...], intercept: bool) -> Callable[[Array], PyTree]:
+    return lambda key: {"w": jnp.zeros(w)} | ({"b": jnp.zeros(b)} if intercept else {})
+
+
+def _linear(d: int) -> Callable[[PyTree, Array, Array | None], Array]:
+    def apply(params, x, key):
+        x = as_floats(x, (d,))
+        return dense(params, x) if "b" in params else x @ params["w"]
+
+    return apply
+
+
+def _l2_penalty(l2: Any) -> Callable[[PyTree], Array] | None:
     """l2/2 ||w||^2, or None when ``l2`` is the number 0. A traced ``l2`` is let through, so it can be swept over."""
     if isinstance(l2, int | float):
         if not l2 >= 0:
@@ -37,10 +119,3 @@ def l2_penalty(l2):
         if l2 == 0:
             return None
     return lambda params: 0.5 * l2 * jnp.sum(params["w"] ** 2)
-
-
-def check_sizes(**sizes: int) -> None:
-    """Refuse sizes that are not positive whole numbers, naming the argument."""
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, got {size!r}")

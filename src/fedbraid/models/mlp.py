@@ -11,8 +11,7 @@ from itertools import pairwise
 import jax
 
 from fedbraid.models.layers import as_floats, dense, dense_init
-from fedbraid.models.linear import check_sizes
-from fedbraid.models.model import Model, score_classes, supervised
+from fedbraid.models.model import Model, check_sizes, score_classes, supervised
 
 
 def mlp(d: int, classes: int, *, hidden: Sequence[int] = (300, 100)) -> Model:

@@ -6,7 +6,7 @@ example, 0 for padding. Images and features lie in ``batch["x"]``, targets in ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +36,13 @@ class Model(NamedTuple):
     loss: Callable[[PyTree, Batch, Array | None], Array]  # (params, batch, key) -> scalar; key None: no dropout
     metrics: Callable[[PyTree, Batch], dict[str, tuple[Array, Array]]]  # {name: (sums [B], weights [B])}
     predict: Callable[[PyTree, Array], Array]  # (params, x) -> logits or outputs, evaluation mode
+
+
+def check_sizes(**sizes: int) -> None:
+    """Refuse sizes that are not positive whole numbers, naming the argument."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {size!r}")
 
 
 def mask_of(batch: Batch) -> Array:
@@ -102,36 +109,41 @@ def score_classes(logits: Array, y: Array, mask: Array) -> dict[str, tuple[Array
     }
 
 
+def score_values(outputs: Array, y: Array, mask: Array) -> dict[str, tuple[Array, Array]]:
+    """Half the squared error as the loss, and the squared error itself; outputs [B, ...] like ``y``."""
+    if outputs.shape != y.shape:
+        raise ValueError(f"outputs of shape {outputs.shape} for targets 'y' of shape {y.shape}: they must be the same")
+    mask = mask.astype(outputs.dtype)
+    error = jnp.sum(jnp.square(outputs - y).reshape(y.shape[0], -1), axis=-1) * mask
+    return {"loss": (error / 2, mask), "squared_error": (error, mask)}
+
+
+def score_tokens(
+    logits: Array, y: Array, mask: Array, *, padding: int = 0, uncounted: Sequence[int] = ()
+) -> dict[str, tuple[Array, Array]]:
+    """Cross entropy and accuracy of token ids ``y`` [B, T]; logits [B, T, vocab].
+
+    A token counts when its example is real and its id is not ``padding``; an example's weight is its number of such
+    tokens. ``uncounted`` ids (unknown word, end of sentence) are left out of the accuracy too, though not of the loss.
+    """
+    y = y.astype(jnp.int32)
+    real = (y != padding) & (mask > 0)[:, None]
+    y = jnp.where(real, y, 0)
+    counted = real
+    for token in uncounted:
+        counted &= y != token
+    weights, counted = real.astype(logits.dtype), counted.astype(logits.dtype)
+    return {
+        "loss": ((cross_entropy(logits, y) * weights).sum(-1), weights.sum(-1)),
+        "accuracy": (((jnp.argmax(logits, -1) == y) * counted).sum(-1), counted.sum(-1)),
+    }
+
+
+SCORES = {"classes": score_classes, "values": score_values, "tokens": score_tokens}
+"""How a network's outputs are scored, by the name that adapters and configs use."""
+
+
 def cross_entropy(logits: Array, y: Array) -> Array:
     """-log softmax(logits)[y] over the last axis; nan where ``y`` is not a class."""
     picked = jnp.take_along_axis(logits, y[..., None], axis=-1, mode="fill", fill_value=jnp.nan)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - picked
-
-
-def from_functions(
-    init: Callable[[Array], PyTree],
-    loss: Callable[[PyTree, Batch, Array | None], Array],
-    metrics: Callable[[PyTree, Batch], dict[str, tuple[Array, Array]]] | None = None,
-    predict: Callable[[PyTree, Array], Array] | None = None,
-) -> Model:
-    """A model from the user's own functions; ``loss`` must take the mask into account itself.
-
-    Without ``metrics`` the only metric is the batch's loss, weighted by its real examples.
-
-    >>> import jax, jax.numpy as jnp
-    >>> model = from_functions(lambda key: jnp.zeros(2), lambda p, batch, key: jnp.sum((p - 1) ** 2))
-    >>> float(model.loss(model.init(jax.random.key(0)), {}, None))
-    2.0
-    """
-    for name, function in (("init", init), ("loss", loss)):
-        if not callable(function):
-            raise ValueError(f"from_functions needs a callable {name}, got {function!r}")
-
-    def loss_alone(params: PyTree, batch: Batch) -> dict[str, tuple[Array, Array]]:
-        mask = mask_of(batch)
-        return {"loss": (mask * loss(params, batch, None), mask)}
-
-    def no_predict(params: PyTree, x: Array) -> Array:
-        raise ValueError("this model was made by from_functions without predict: pass predict=(params, x) -> outputs")
-
-    return Model(init, loss, metrics or loss_alone, predict or no_predict)

@@ -9,22 +9,26 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fedbraid.models.cnn import emnist_cnn
-from fedbraid.models.linear import softmax_regression
+from fedbraid.models.linear import least_squares, logistic, one_versus_all, softmax_regression
+from fedbraid.models.lstm import char_lstm, word_lstm
 from fedbraid.models.mlp import mlp
 from fedbraid.models.model import Model
+from fedbraid.models.resnet import resnet18_gn
 
 Shapes = Mapping[str, Sequence[int]]
 
 MODELS: dict[str, Callable[..., Model]] = {
+    "least_squares": least_squares,
+    "logistic": logistic,
+    "one_versus_all": one_versus_all,
     "softmax_regression": softmax_regression,
     "mlp": mlp,
     "emnist_cnn": emnist_cnn,
+    "resnet18_gn": resnet18_gn,
+    "char_lstm": char_lstm,
+    "word_lstm": word_lstm,
 }
 """Every model that a config can name, and its factory."""
-
-
-def _flat(shapes: Shapes) -> int:
-    return math.prod(shapes["x"])
 
 
 def _image(shapes: Shapes) -> tuple[int, ...]:
@@ -37,10 +41,20 @@ def _image(shapes: Shapes) -> tuple[int, ...]:
 
 
 # What each factory takes from the data set: argument -> (shapes, num_classes) -> value.
+_FEATURES = {"d": lambda shapes, classes: math.prod(shapes["x"])}
+_CLASSES = {"classes": lambda shapes, classes: classes}
+_IMAGE = {"image": lambda shapes, classes: _image(shapes)}
+_VOCAB = {"vocab": lambda shapes, classes: classes}
 _SIZES: dict[str, dict[str, Callable[[Shapes, int | None], Any]]] = {
-    "softmax_regression": {"d": lambda s, k: _flat(s), "classes": lambda s, k: k},
-    "mlp": {"d": lambda s, k: _flat(s), "classes": lambda s, k: k},
-    "emnist_cnn": {"image": lambda s, k: _image(s), "classes": lambda s, k: k},
+    "least_squares": _FEATURES,
+    "logistic": _FEATURES,
+    "one_versus_all": _FEATURES | _CLASSES,
+    "softmax_regression": _FEATURES | _CLASSES,
+    "mlp": _FEATURES | _CLASSES,
+    "emnist_cnn": _IMAGE | _CLASSES,
+    "resnet18_gn": _IMAGE | _CLASSES,
+    "char_lstm": _VOCAB,
+    "word_lstm": _VOCAB,
 }
 
 
