@@ -214,6 +214,16 @@ def test_frontier_over_gamma_starts_at_the_true_loss():
     assert f.rho[-1] > (limit - 1) / (limit + 1)
 
 
+def test_random_spectrum_has_the_law_of_a_gaussian_gram_matrix():
+    """Means of the inner eigenvalues, scaled the same way, agree with dense draws within their sampling error."""
+    rng = np.random.default_rng(0)
+    ours = np.stack([random_spectrum(6, 1.0, 10.0, rng) for _ in range(3000)])
+    dense = np.linalg.eigvalsh([b.T @ b for b in rng.standard_normal((3000, 6, 6))])
+    dense = 1 + 9 * (dense - dense[:, :1]) / (dense[:, -1:] - dense[:, :1])
+    error = np.sqrt((ours.var(0) + dense.var(0)) / 3000)[1:-1]
+    assert (np.abs(ours.mean(0) - dense.mean(0))[1:-1] < 4 * error).all()
+
+
 def test_random_spectrum_ends_exactly():
     s = random_spectrum(30, 2.0, 7.0, np.random.default_rng(1))
     assert (s[0], s[-1]) == (2.0, 7.0)

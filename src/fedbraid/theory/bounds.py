@@ -439,8 +439,7 @@ def aggregation_rate(
     constant: float = 1.0,
     evidence: Any = None,
 ) -> Bound:
-    """Theorem I as printed, eq. (15) to (17): the rate with the best step size, up to the stated constant and
-    logarithms.
+    """Theorem I as printed, eq. (15) to (17): the rate with the best step size, up to the stated constant.
 
     ``convex`` cases bound ``E f - f*`` from ``distance`` = ||x_0 - x*||; the non-convex case bounds ``E ||grad
     f||^2`` from ``gap`` = f(x_0) - f*.

@@ -273,6 +273,8 @@ def pareto_frontier(
     make = {"sum": theta_sum, "last": theta_last, "maml": theta_maml}.get(family)
     if make is None:
         raise ValueError(f"family must be sum (FedAvg), last (FOMAML) or maml, got {family!r}")
+    if momentum not in MOMENTA:
+        raise ValueError(f"momentum must be one of {', '.join(MOMENTA)}, got {momentum!r}")
     if over == "steps":
         if gamma is None and gamma_of_steps is None:
             raise ValueError("a frontier over steps needs gamma (or gamma_of_steps)")
@@ -323,7 +325,7 @@ def simulated_frontier(
     True
     """
     rng = np.random.default_rng(seed)
-    ks = log_steps() if values is None else np.asarray(values, int)
+    ks = log_steps(per_decade=25) if values is None else np.asarray(values, int)
     spectrum = random_spectrum(dim, mu, smoothness, rng)
     parts = []
     for k in ks:

@@ -1,0 +1,345 @@
+"""``fedbraid theory``: operating points, frontiers, fixed points and bounds from the command line."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(help="What local update methods converge to, and how fast.", no_args_is_help=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Out = Annotated[Path | None, typer.Option("--out", help="Write a picture (.png, .pdf or .svg).")]
+Mu = Annotated[float, typer.Option(help="Smallest eigenvalue of any client, mu.")]
+Smoothness = Annotated[float, typer.Option("--smoothness", "-L", help="Largest eigenvalue of any client, L.")]
+ThetaText = Annotated[str, typer.Option("--theta", help="1:K (FedAvg), K (FOMAML), maml, or weights such as 0,0.5,1.")]
+Steps = Annotated[int | None, typer.Option("--steps", "-K", help="Local steps K.")]
+Alpha = Annotated[float, typer.Option(help="Proximal strength (FedProx).")]
+
+
+@app.command("point")
+def point_command(
+    mu: Mu,
+    smoothness: Smoothness,
+    gamma: Annotated[float, typer.Option(help="Client learning rate.")],
+    theta: ThetaText = "1:K",
+    steps: Steps = None,
+    alpha: Alpha = 0.0,
+    spectrum: Annotated[str, typer.Option(help="Eigenvalues of the client, such as 1,3,10: kappa from them.")] = "",
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """kappa, Delta and rho of one operating point, with the server settings that reach rho."""
+    from fedbraid.theory import MOMENTA, parse_theta, point, server_optimizer
+
+    chosen = parse_theta(theta, steps)
+    p = point(
+        mu=mu, smoothness=smoothness, gamma=gamma, theta=chosen, alpha=alpha, eigenvalues=_numbers(spectrum) or None
+    )
+    servers = {}
+    if p.log_strong_convexity > -300 and p.log_smoothness < 300:
+        servers = {m: server_optimizer(p.smoothness, p.strong_convexity, m)._asdict() for m in MOMENTA}
+    result = {
+        "kappa": p.kappa,
+        "kappa0": p.kappa0,
+        "delta": p.delta,
+        "rho": p.rho,
+        "method": p.method,
+        "notes": list(p.notes),
+        "server": servers,
+    }
+    if out is not None:
+        from fedbraid.theory.figures import frontier_figure, save
+        from fedbraid.theory.frontier import pareto_frontier
+
+        gamma_half = 0.5 / (smoothness + alpha)
+        curves = {
+            f"FedAvg, {m}": pareto_frontier(mu=mu, smoothness=smoothness, gamma=gamma_half, momentum=m) for m in MOMENTA
+        }
+        title = f"{chosen}, $\\mu$ = {mu:g}, L = {smoothness:g}"
+        result["picture"] = str(save(frontier_figure(curves, title=title, mark=p), out))
+    if as_json:
+        return _print_json(result)
+    print(f"kappa   {p.kappa:.6f}   (of kappa0 = {p.kappa0:g}; {p.method})")
+    print(f"Delta   {p.delta:.6f}")
+    for m in MOMENTA:
+        tuned = servers.get(m)
+        how = f"   server step {tuned['step']:.6g}, momentum {tuned['momentum']:.6g}" if tuned else ""
+        print(f"rho     {p.rho[m]:.6f}   {m}{how}")
+    _print_notes(p.notes, out)
+
+
+@app.command("frontier")
+def frontier_command(
+    figure: Annotated[int | None, typer.Option(help="Redraw this figure of the paper: 1 to 5, 7 to 10.")] = None,
+    mu: Mu = 1.0,
+    smoothness: Smoothness = 10.0,
+    gamma: Annotated[float | None, typer.Option(help="Client learning rate, fixed while K varies.")] = None,
+    theta: ThetaText = "1:K",
+    steps: Steps = None,
+    alpha: Alpha = 0.0,
+    over: Annotated[str, typer.Option(help="Vary steps or gamma.")] = "steps",
+    momentum: Annotated[str, typer.Option(help="none, nesterov, heavy_ball, or all.")] = "all",
+    points: Annotated[int, typer.Option(help="How many points of each curve to report.")] = 25,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """The convergence-accuracy frontier, varying K or gamma; or one of the paper's figures."""
+    import numpy as np
+
+    from fedbraid.theory import MOMENTA, pareto_frontier
+
+    if figure is not None:
+        from fedbraid.theory.figures import FIGURES, save
+
+        if figure not in FIGURES:
+            raise ValueError(f"--figure must be one of {', '.join(map(str, FIGURES))}, got {figure}")
+        path = save(FIGURES[figure](), out or Path(f"figure{figure}.png"))
+        return _print_json({"figure": figure, "picture": str(path)}) if as_json else print(f"wrote {path}")
+    family = {"1:K": "sum", "K": "last", "MAML": "maml"}.get(theta.strip().upper())
+    if family is None:
+        raise ValueError(f"--theta must be 1:K, K or maml for a frontier, got {theta!r}")
+    if points < 2:
+        raise ValueError(f"--points must be at least 2, got {points}")
+    wanted: tuple[Any, ...] = MOMENTA if momentum == "all" else (momentum,)
+    if over == "steps":
+        gamma = 0.5 / (smoothness + alpha) if gamma is None else gamma
+        values = np.unique(np.round(np.geomspace(1, 1_000_000, points)).astype(int))
+    else:
+        steps = 100 if steps is None else steps
+        values = np.linspace(0.0, 1.0 / (smoothness + alpha), points + 1)[:-1]
+    common: dict[str, Any] = {
+        "mu": mu,
+        "smoothness": smoothness,
+        "family": family,
+        "over": over,
+        "alpha": alpha,
+        "gamma": gamma,
+        "steps": steps,
+    }
+    curves = {m: pareto_frontier(**common, momentum=m, values=values) for m in wanted}
+    result: dict[str, Any] = {
+        **common,
+        "values": values.tolist(),
+        "curves": {m: {"rho": f.rho.tolist(), "delta": f.delta.tolist()} for m, f in curves.items()},
+    }
+    if out is not None:
+        from fedbraid.theory.figures import NAMES, frontier_figure, save
+
+        smooth = {NAMES[m]: pareto_frontier(**common, momentum=m) for m in wanted}
+        title = f"$\\mu$ = {mu:g}, L = {smoothness:g}, $\\alpha$ = {alpha:g}, $\\Theta$ = {theta}"
+        result["picture"] = str(save(frontier_figure(smooth, title=title), out))
+    if as_json:
+        return _print_json(result)
+    first = next(iter(curves.values()))
+    print(f"{'K' if over == 'steps' else 'gamma':>10} {'Delta':>10} " + " ".join(f"rho {m:>12}" for m in wanted))
+    for i, v in enumerate(values):
+        rates = " ".join(f"{f.rho[i]:16.6f}" for f in curves.values())
+        print(f"{v:>10.6g} {first.delta[i]:10.6f} {rates}")
+    _print_notes((), out)
+
+
+@app.command("fixed-point")
+def fixed_point_command(
+    problem: Annotated[str, typer.Option(help="gaussian, conditioned, random, or a .npz file with A and b.")] = (
+        "gaussian"
+    ),
+    clients: Annotated[int, typer.Option(help="Clients of a generated problem.")] = 25,
+    dim: Annotated[int, typer.Option(help="Parameters of a generated problem.")] = 100,
+    examples: Annotated[int, typer.Option(help="Examples per client of a generated problem.")] = 500,
+    kappa: Annotated[float, typer.Option(help="Condition number (conditioned, random).")] = 100.0,
+    seed: Annotated[int, typer.Option(help="Seed of a generated problem.")] = 0,
+    step: Annotated[float | None, typer.Option(help="Step s of FedGD and FedProx (default 1 / L).")] = None,
+    local_steps: Annotated[str, typer.Option(help="Local steps e of FedGD, several allowed: 1,10,100.")] = "1,10,100",
+    epsilon: Annotated[float, typer.Option(help="Count rounds until F - F* is at most this.")] = 1e-3,
+    rounds: Annotated[int, typer.Option(help="Look at this many rounds.")] = 1000,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Where FedGD(s, e), FedProx and FedSplit stop on least squares, how far off that is, and how soon."""
+    import numpy as np
+
+    from fedbraid import theory
+
+    fed = _problem(problem, clients, dim, examples, kappa, seed)
+    if rounds < 1:
+        raise ValueError(f"--rounds must be at least 1, got {rounds}")
+    s = 1.0 / fed.smoothness if step is None else step
+    t = np.arange(rounds + 1)
+    best = fed.minimizer
+    histories: dict[str, Any] = {}
+    methods: dict[str, Any] = {}
+
+    def add(name: str, at: Any, gaps: Any) -> None:
+        histories[name] = (t, gaps)
+        away = at - best
+        methods[name] = {
+            "distance": float(np.linalg.norm(away)),
+            "gap": float(0.5 * fed.num_clients * away @ fed.hessian @ away),
+            "rounds_to_epsilon": theory.rounds_until(gaps, epsilon),
+            "fixed_point": at.tolist(),
+        }
+
+    for e in (int(v) for v in _numbers(local_steps)):
+        at = theory.fedgd_fixed_point(fed, step=s, local_steps=e)
+        add(f"FedGD(e = {e})", at, theory.fedgd_gap(fed, t, step=s, local_steps=e))
+    add("FedProx", theory.fedprox_fixed_point(fed, step=s), theory.fedprox_gap(fed, t, step=s))
+    if np.allclose(fed.weights, 1.0 / fed.num_clients) and fed.mu > 0:
+        add("FedSplit", theory.fedsplit_fixed_point(fed).x, theory.fedsplit_gap(fed, rounds))
+    result: dict[str, Any] = {
+        "clients": fed.num_clients,
+        "dim": fed.dim,
+        "mu": fed.mu,
+        "smoothness": fed.smoothness,
+        "step": s,
+        "epsilon": epsilon,
+        "minimizer": best.tolist(),
+        "methods": methods,
+    }
+    if out is not None:
+        from fedbraid.theory.figures import fixed_point_figure, save
+
+        title = f"{fed.num_clients} clients, d = {fed.dim}, $\\kappa_0$ = {fed.kappa0:.4g}"
+        result["picture"] = str(save(fixed_point_figure(histories, title=title), out))
+    if as_json:
+        return _print_json(result)
+    print(f"{fed.num_clients} clients, d = {fed.dim}, eigenvalues {fed.mu:.4g} .. {fed.smoothness:.4g}, s = {s:.4g}")
+    print(f"{'method':<16} {'||x - x*||':>12} {'F(x) - F*':>12} {'rounds to ' + format(epsilon, 'g'):>18}")
+    for name, m in methods.items():
+        reached = m["rounds_to_epsilon"]
+        count = "never" if reached is None and m["gap"] > epsilon else f"> {rounds}" if reached is None else reached
+        print(f"{name:<16} {m['distance']:>12.4e} {m['gap']:>12.4e} {count!s:>18}")
+    _print_notes((), out)
+
+
+@app.command("bound")
+def bound_command(
+    name: Annotated[str, typer.Argument(help="Which bound; leave it out to list them.")] = "",
+    settings: Annotated[list[str] | None, typer.Option("--set", "-s", help="name=value, as often as needed.")] = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Evaluate a published bound: value, terms, and which of its assumptions were checked."""
+    import inspect
+
+    from fedbraid.theory import bounds, parse_theta
+
+    table = {
+        "suboptimality": bounds.suboptimality_bound,
+        "trajectory": bounds.trajectory_bound,
+        "drift": bounds.drift_bound,
+        "progress": bounds.round_progress_bound,
+        "fedavg": bounds.fedavg_bound,
+        "aggregation": bounds.aggregation_bound,
+        "aggregation-rate": bounds.aggregation_rate,
+        "lower-bound": bounds.aggregation_lower_bound,
+        "mime": bounds.mime_rounds,
+    }
+    if not name:
+        listing = {k: (inspect.getdoc(f) or "").splitlines()[0] for k, f in table.items()}
+        if as_json:
+            return _print_json({"bounds": listing})
+        for k, line in listing.items():
+            print(f"{k:<18} {line}")
+        return None
+    if name not in table:
+        raise ValueError(f"no bound is called {name!r}; choose one of {', '.join(table)}")
+    given: dict[str, Any] = {}
+    for item in settings or []:
+        key, found, value = item.partition("=")
+        if not found:
+            raise ValueError(f"--set {item!r} must read name=value")
+        given[key.strip().replace("-", "_")] = _value(value)
+    parameters = inspect.signature(table[name]).parameters
+    allowed = [p for p in parameters if p != "evidence"]
+    if "theta" in parameters:  # bounds on local updates: theta and steps as the other commands take them
+        given["theta"] = parse_theta(str(given.get("theta", "1:K")), given.pop("steps", None))
+    for key in given:
+        if key not in allowed:
+            raise ValueError(f"{name} has no setting {key!r}; it takes {', '.join(allowed)}")
+    needed = [k for k, p in parameters.items() if p.default is inspect.Parameter.empty and k not in given]
+    if needed:
+        raise ValueError(f"{name} needs {', '.join(needed)}; give --set {needed[0]}=...")
+    bound = table[name](**given)
+    result = bound.as_dict()
+    if out is not None:
+        from fedbraid.theory.figures import bound_figure, save
+
+        result["picture"] = str(save(bound_figure(bound), out))
+    if as_json:
+        return _print_json(result)
+    print(bound)
+    return _print_notes((), out)
+
+
+def _problem(problem: str, clients: int, dim: int, examples: int, kappa: float, seed: int) -> Any:
+    import numpy as np
+
+    from fedbraid import theory
+
+    if problem == "gaussian":
+        return theory.gaussian_least_squares(clients=clients, dim=dim, examples=examples, seed=seed).federation()
+    if problem == "conditioned":
+        data = theory.conditioned_least_squares(kappa, clients=clients, dim=dim, examples=examples, seed=seed)
+        return data.federation()
+    if problem == "random":
+        return theory.random_federation(clients, dim, mu=1.0, smoothness=kappa, seed=seed)
+    path = Path(problem)
+    if path.suffix != ".npz":
+        raise ValueError(f"--problem must be gaussian, conditioned, random or a .npz file, got {problem!r}")
+    if not path.is_file():
+        raise ValueError(f"--problem {problem!r}: there is no such file")
+    with np.load(path, allow_pickle=False) as data:
+        missing = {"A", "b"} - set(data.files)
+        if missing:
+            raise ValueError(f"{problem}: needs the arrays A [clients, n, d] and b [clients, n], has {data.files}")
+        designs, responses = np.asarray(data["A"], float), np.asarray(data["b"], float)
+    if designs.ndim != 3 or responses.shape != designs.shape[:2]:
+        raise ValueError(
+            f"{problem}: A must be [clients, n, d] and b [clients, n], got {designs.shape}, {responses.shape}"
+        )
+    return theory.LeastSquares(designs, responses, np.zeros(designs.shape[2])).federation()
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(v) for v in text.split(",") if v.strip()]
+    except ValueError:
+        raise ValueError(f"{text!r} is not a list of numbers such as 1,10,100") from None
+
+
+def _value(text: str) -> Any:
+    text = text.strip()
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _print_notes(notes: tuple[str, ...], out: Path | None) -> None:
+    for note in notes:
+        print(f"note: {note}")
+    if out is not None:
+        print(f"wrote {out}")
+
+
+def _print_json(result: dict[str, Any]) -> None:
+    print(json.dumps(_plain(result), allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no infinity: null says that a number has no finite value."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value

@@ -1,0 +1,285 @@
+"""Figures of Charles and Konecny, "Convergence and Accuracy Trade-Offs ...", one call each; and the command line's.
+
+Every function returns a `matplotlib.figure.Figure` that belongs to no global state; `save` writes it. Colours are Okabe
+and Ito's, which stay apart for colour-blind readers; line styles differ as well, for print.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedbraid.theory.bounds import Bound
+from fedbraid.theory.frontier import (
+    MOMENTA,
+    Frontier,
+    Momentum,
+    Point,
+    heavy_ball_delta,
+    pareto_frontier,
+    simulated_frontier,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "FIGURES",
+    "bound_figure",
+    "figure_1",
+    "figure_2",
+    "figure_3",
+    "figure_4",
+    "figure_5",
+    "figure_7",
+    "figure_8",
+    "figure_9",
+    "figure_10",
+    "fixed_point_figure",
+    "frontier_figure",
+    "save",
+]
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+STYLES = ("-", "--", "-.", ":")
+NAMES = {"none": "no momentum", "nesterov": "Nesterov", "heavy_ball": "heavy ball"}
+
+
+def save(figure: Figure, path: str | Path) -> Path:
+    """Write a figure; the file's ending chooses the format (png, pdf, svg).
+
+    >>> import tempfile, pathlib
+    >>> save(figure_3(), pathlib.Path(tempfile.mkdtemp()) / "figure3.png").name
+    'figure3.png'
+    """
+    path = Path(path)
+    if not path.suffix:
+        raise ValueError(f"--out {str(path)!r} has no ending that names a picture format; use .png, .pdf or .svg")
+    if not path.parent.is_dir():
+        raise ValueError(f"--out {str(path)!r}: the folder {str(path.parent)!r} does not exist; make it first")
+    supported = figure.canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in supported:
+        raise ValueError(f"--out {str(path)!r}: {path.suffix} is no picture format here; use .png, .pdf or .svg")
+    figure.savefig(path, dpi=160)
+    return path
+
+
+def frontier_figure(curves: Mapping[str, Frontier], *, title: str = "", mark: Point | None = None) -> Figure:
+    """Any set of frontiers in one panel; ``mark`` sets dots at an operating point.
+
+    >>> curves = {"FedAvg": pareto_frontier(mu=1.0, smoothness=10.0, gamma=0.01, values=[1, 10, 100])}
+    >>> len(frontier_figure(curves).axes)
+    1
+    """
+    figure, (ax,) = _panels(1)
+    _curves(ax, list(curves.values()), list(curves))
+    if mark is not None:
+        dots = [mark.rho[m] for m in MOMENTA]
+        ax.plot(dots, [mark.delta] * 3, "o", color="black", ms=6, zorder=5, label="this point, by momentum")
+    _frame(ax, title)
+    return figure
+
+
+def figure_1() -> Figure:
+    """FedAvg's frontier, varying K (gamma = 0.01) and varying gamma (K = 100), for L = 5 and 50."""
+    figure, axes = _panels(2)
+    for ax, over in zip(axes, ("steps", "gamma"), strict=True):
+        curves = [
+            pareto_frontier(mu=1.0, smoothness=L, over=over, gamma=0.01, steps=100, label=f"L = {L}") for L in (5, 50)
+        ]
+        _curves(ax, curves)
+        _frame(ax, "varying K, $\\gamma$ = 0.01" if over == "steps" else "varying $\\gamma$, K = 100")
+    return figure
+
+
+def figure_2() -> Figure:
+    """Server momentum on FedAvg's frontier, gamma = 1 / (2 L), for L = 2, 10, 100; dots mirror the heavy ball."""
+    figure, axes = _panels(3)
+    for ax, L in zip(axes, (2, 10, 100), strict=True):
+        for i, momentum in enumerate(MOMENTA):
+            f = pareto_frontier(mu=1.0, smoothness=L, gamma=0.5 / L, momentum=momentum)
+            _curve(ax, f, NAMES[momentum], i)
+        rho = np.linspace(0.0, np.tanh(np.log(L) / 4), 15)
+        ax.plot(heavy_ball_delta(rho, L), rho, "o", ms=4, mfc="none", color="black", label="heavy ball, mirrored (law)")
+        ax.plot([0, 1], [0, 1], color="0.8", lw=0.8, zorder=0)
+        _frame(ax, f"L = {L}")
+    return _share_legend(figure)
+
+
+def figure_3() -> Figure:
+    """FedProx: alpha shortens FedAvg's frontier and does not move it (L = 10, gamma = 1 / (2 (L + alpha)))."""
+    figure, (ax,) = _panels(1)
+    for i, alpha in enumerate((0.0, 0.5, 1.0, 5.0)):
+        f = pareto_frontier(mu=1.0, smoothness=10.0, gamma=0.5 / (10.0 + alpha), alpha=alpha)
+        _curve(ax, f, f"$\\alpha$ = {alpha:g}", i, width=8.0 - 2.2 * i, style="-")
+    _frame(ax, "$\\Theta_{1:K}$, L = 10")
+    return figure
+
+
+def figure_4() -> Figure:
+    """FedAvg (gamma = 0.001) against MAML-style messages (gamma = 1 / (2 L K)), by momentum, L = 10."""
+    figure, axes = _panels(3)
+    for ax, momentum in zip(axes, MOMENTA, strict=True):
+        fedavg = pareto_frontier(mu=1.0, smoothness=10.0, gamma=0.001, momentum=momentum)
+        maml = pareto_frontier(
+            mu=1.0, smoothness=10.0, family="last", gamma_of_steps=lambda k: 1 / (20 * k), momentum=momentum
+        )
+        _curve(ax, fedavg, "$\\Theta_{1:K}$ (FedAvg)", 0, width=4.5)
+        _curve(ax, maml, "$\\Theta_K$ (MAML)", 1, style="-")
+        _frame(ax, NAMES[momentum])
+    return _share_legend(figure)
+
+
+def figure_5(*, seed: int = 0) -> Figure:
+    """Simulated MAML frontier beyond Lemma 4, d = 5 and 100, against FedAvg's (L = 10, gamma = 0.001)."""
+    figure, (ax,) = _panels(1)
+    _simulated(ax, seed, smoothness=10.0)
+    _frame(ax, "L = 10, $\\gamma$ = 0.001")
+    return _share_legend(figure)
+
+
+def figure_7(*, seed: int = 0) -> Figure:
+    """Simulated MAML frontiers for L = 2, 5, 10 and 100."""
+    figure, axes = _panels(4)
+    for ax, L in zip(axes, (2, 5, 10, 100), strict=True):
+        _simulated(ax, seed, smoothness=float(L))
+        _frame(ax, f"L = {L}")
+    return _share_legend(figure)
+
+
+def figure_8(*, seed: int = 0) -> Figure:
+    """Simulated MAML frontiers by server momentum (L = 10)."""
+    figure, axes = _panels(3)
+    for ax, momentum in zip(axes, MOMENTA, strict=True):
+        _simulated(ax, seed, smoothness=10.0, momentum=momentum)
+        _frame(ax, NAMES[momentum])
+    return _share_legend(figure)
+
+
+def figure_9() -> Figure:
+    """A proximal pull on MAML-style messages inside Lemma 4 (gamma = 1e-7, K up to where the lemma ends)."""
+    figure, (ax,) = _panels(1)
+    for i, alpha in enumerate((0.0, 0.5, 1.0, 5.0)):
+        last = int((1e7 - alpha) / 10.0) - 1
+        ks = np.unique(np.round(np.geomspace(1, min(last, 1_000_000), 200)).astype(int))
+        f = pareto_frontier(mu=1.0, smoothness=10.0, family="last", gamma=1e-7, alpha=alpha, values=ks[ks <= last])
+        _curve(ax, f, f"$\\alpha$ = {alpha:g}", i, width=8.0 - 2.2 * i, style="-")
+    _frame(ax, "$\\Theta_K$, L = 10, $\\gamma = 10^{-7}$")
+    return figure
+
+
+def figure_10(*, seed: int = 0) -> Figure:
+    """Simulated MAML frontiers for alpha = 0, 0.5, 1 and 10 (L = 10)."""
+    figure, axes = _panels(4)
+    for ax, alpha in zip(axes, (0.0, 0.5, 1.0, 10.0), strict=True):
+        _simulated(ax, seed, smoothness=10.0, alpha=alpha)
+        _frame(ax, f"$\\alpha$ = {alpha:g}")
+    return _share_legend(figure)
+
+
+FIGURES = {
+    1: figure_1,
+    2: figure_2,
+    3: figure_3,
+    4: figure_4,
+    5: figure_5,
+    7: figure_7,
+    8: figure_8,
+    9: figure_9,
+    10: figure_10,
+}
+
+
+def fixed_point_figure(gaps: Mapping[str, tuple[np.ndarray, np.ndarray]], *, title: str = "") -> Figure:
+    """``F(x_t) - F*`` against rounds, one line per method: (rounds, gaps).
+
+    >>> len(fixed_point_figure({"FedSplit": (np.arange(3), np.array([1.0, 0.1, 0.01]))}).axes)
+    1
+    """
+    figure, (ax,) = _panels(1, width=6.0)
+    for i, (name, (t, gap)) in enumerate(gaps.items()):
+        ax.plot(t, np.maximum(gap, 1e-16), STYLES[i % 4], color=COLOURS[i % 7], lw=2, label=name)
+    ax.set(xlabel="round", ylabel="$F(x_t) - F^*$", yscale="log", title=title)
+    ax.grid(alpha=0.3)
+    ax.legend(fontsize=8)
+    return figure
+
+
+def bound_figure(bound: Bound) -> Figure:
+    """A bound's terms as bars, on a logarithmic axis where they differ much.
+
+    >>> from fedbraid.theory import drift_bound
+    >>> len(bound_figure(drift_bound(eta=0.1, tau=5, smoothness=1.0, zeta=1.0, sigma2=1.0)).axes)
+    1
+    """
+    figure, (ax,) = _panels(1, width=7.0, height=3.2)
+    names, values = list(bound.terms), np.array(list(bound.terms.values()), float)
+    bars = ax.barh(names, values, color=[COLOURS[i % 7] for i in range(len(names))])
+    ax.bar_label(bars, [f"{v:.3g}" for v in values], padding=4, fontsize=9)
+    positive = values[values > 0]
+    if positive.size > 1 and positive.max() / positive.min() > 100:
+        ax.set_xscale("log")
+        ax.set_xlim(positive.min() / 10, positive.max() * 10)
+    else:
+        ax.set_xlim(0, max(float(values.max()), 1e-300) * 1.2)
+    ax.invert_yaxis()
+    state = "all assumptions checked" if bound.proven else "some assumptions not checked"
+    ax.set_title(f"{bound.name}: {bound.value:.4g}\n{state}", fontsize=10)
+    ax.grid(axis="x", alpha=0.3)
+    return figure
+
+
+def _simulated(ax: Axes, seed: int, *, smoothness: float, alpha: float = 0.0, momentum: Momentum = "none") -> None:
+    # Lemma 1 needs gamma < 1 / (L + alpha); all the figures' settings satisfy it with gamma = 0.001.
+    _curve(
+        ax,
+        pareto_frontier(mu=1.0, smoothness=smoothness, gamma=0.001, alpha=alpha, momentum=momentum),
+        "$\\Theta_{1:K}$ (FedAvg)",
+        0,
+        width=3.0,
+    )
+    for i, dim in enumerate((5, 100), start=1):
+        f = simulated_frontier(mu=1.0, smoothness=smoothness, dim=dim, alpha=alpha, momentum=momentum, seed=seed)
+        _curve(ax, f, f"$\\Theta_K$ (MAML), d = {dim}", i, width=1.0 if dim == 5 else 2.0)
+
+
+def _panels(count: int, *, width: float = 3.6, height: float = 3.6) -> tuple[Figure, Sequence[Axes]]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    width = 4.6 if count == 1 and width == 3.6 else width
+    figure = Figure(figsize=(width * count, height + 0.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, list(figure.subplots(1, count, squeeze=False)[0])
+
+
+def _curves(ax: Axes, curves: Sequence[Frontier], labels: Sequence[str] | None = None) -> None:
+    for i, (f, label) in enumerate(zip(curves, labels or [f.label for f in curves], strict=True)):
+        _curve(ax, f, label, i)
+
+
+def _curve(ax: Axes, f: Frontier, label: str, i: int, width: float = 2.0, style: str = "") -> None:
+    ax.plot(f.rho, f.delta, style or STYLES[i % 4], color=COLOURS[i % 7], lw=width, label=label)
+
+
+def _share_legend(figure: Figure) -> Figure:
+    """One legend above all panels, where it hides no curve."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    for ax in figure.axes:
+        legend = ax.get_legend()
+        if legend is not None:
+            legend.remove()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize=8, frameon=False)
+    return figure
+
+
+def _frame(ax: Axes, title: str) -> None:
+    ax.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), xlabel="convergence rate $\\rho$", ylabel="suboptimality $\\Delta$")
+    ax.set_title(title, fontsize=10)
+    ax.set_aspect("equal")
+    ax.grid(alpha=0.3)
+    ax.legend(fontsize=7.5, loc="upper right")
