@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 __all__ = [
     "MEAN",
@@ -30,6 +31,7 @@ __all__ = [
     "check_number",
     "check_structure",
     "finite",
+    "is_traced",
     "is_zero",
     "keep",
     "message_shapes",
@@ -158,15 +160,16 @@ def reduce_reports(reducer: Reducer, ups: PyTree, weights: Any) -> tuple[PyTree,
 # --- checks of arguments: concrete values are judged here, tracers pass (a sweep is a vmap) ---------------------------
 
 
-def _is_traced(value: Any) -> bool:
-    return isinstance(value, jax.core.Tracer)
+def is_traced(value: Any) -> bool:
+    """Whether a value is known only when the program runs."""
+    return isinstance(value, Tracer)
 
 
 def check_number(
     name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, open_low=False, open_high=False
 ) -> Any:
     """``value`` if it is a number in the range, else a ValueError that names the argument, the value and the range."""
-    if _is_traced(value):
+    if is_traced(value):
         return value
     left, right = "(" if open_low else "[", ")" if open_high else "]"
     allowed = f"a finite number in {left}{low:g}, {high:g}{right}"
@@ -197,7 +200,7 @@ def check_choice(name: str, value: Any, allowed: tuple) -> Any:
 
 def is_zero(value: Any) -> bool:
     """Whether a hyper-parameter is known to be 0, so that the term it multiplies need not be computed."""
-    return not isinstance(value, jax.core.Tracer) and bool(np.all(np.asarray(value) == 0))
+    return not is_traced(value) and bool(np.all(np.asarray(value) == 0))
 
 
 # --- checks of structure: before anything compiles -------------------------------------------------------------------

@@ -50,10 +50,10 @@ def momentum(
     def init(params: Any) -> MomentumState:
         return MomentumState(jax.tree.map(jnp.zeros_like, params))
 
-    def update(grads: Any, state: MomentumState, params: Any = None) -> tuple[Any, MomentumState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MomentumState]:
         del params
-        m = jax.tree.map(lambda g, m: gain * g + beta * m, grads, state.m)
-        step = jax.tree.map(lambda g, m: g + beta * m, grads, m) if kind == "nesterov" else m
+        m = jax.tree.map(lambda g, m: gain * g + beta * m, updates, state.m)
+        step = jax.tree.map(lambda g, m: g + beta * m, updates, m) if kind == "nesterov" else m
         return jax.tree.map(lambda s: -lr * s, step), MomentumState(m)
 
     return optax.GradientTransformation(init, update)
@@ -103,10 +103,10 @@ def adaptive(
             return b2 * v + (1 - b2) * square
         return v - (1 - b2) * square * jnp.sign(v - square)
 
-    def update(grads: Any, state: AdaptiveState, params: Any = None) -> tuple[Any, AdaptiveState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AdaptiveState]:
         del params
-        m = jax.tree.map(lambda g, m: b1 * m + (1 - b1) * g, grads, state.m)
-        v = jax.tree.map(second_moment, grads, state.v)
+        m = jax.tree.map(lambda g, m: b1 * m + (1 - b1) * g, updates, state.m)
+        v = jax.tree.map(second_moment, updates, state.v)
         count = state.count + 1
         t = count.astype(jnp.result_type(float))
         scale_m = 1 / (1 - b1**t) if bias_correction else 1.0

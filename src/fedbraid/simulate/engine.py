@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -175,7 +175,8 @@ def make_engine(
         spread = on_device
         if plan.devices > 1:
             one, many = P(), P(AXIS)
-            tally_spec = Tally(many if gather else one, many if gather else one, one, one, one)
+            each: Any = many if gather else one
+            tally_spec = Tally(each, each, one, one, cast(Any, one))
             spread = jax.shard_map(
                 on_device,
                 mesh=mesh,

@@ -119,4 +119,4 @@ def _load(plan: Plan, hands: list[list[int]], steps: np.ndarray) -> Load:
         for hand in hands:
             chunks = [hand[a : a + plan.chunk] for a in range(0, len(hand), plan.chunk)]
             spent.append(sum(plan.chunk * max(int(steps[i]) for i in chunk) for chunk in chunks))
-    return Load(sum(done), sum(spent) - sum(done), max(spent) / max(np.mean(spent), 1e-9))
+    return Load(sum(done), sum(spent) - sum(done), max(spent) * len(spent) / max(sum(spent), 1))

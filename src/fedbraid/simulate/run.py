@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from fedbraid.core import Algorithm, check_choice, check_count
+from fedbraid.core import Algorithm, check_choice, check_count, is_traced
 from fedbraid.cost import Cost, cost, data_shapes
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.local import ClientData
@@ -212,7 +212,7 @@ def _client_bytes(alg: Algorithm, params: PyTree, split: Split) -> int | None:
 
 def _place(tree: PyTree, mesh: Mesh) -> PyTree:
     """On every device of the mesh; traced values stay where they are."""
-    if mesh.devices.size == 1 or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree)):
+    if any(is_traced(leaf) for leaf in jax.tree.leaves(tree)):
         return tree
     return jax.device_put(tree, replicated(mesh))
 

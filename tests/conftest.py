@@ -1,0 +1,20 @@
+"""What all tests share: four host devices, a compilation cache, and float64 on request."""
+
+import os
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+
+import jax
+import pytest
+
+# the same tiny programs are compiled again and again by many tests: share them, within the run and between runs
+jax.config.update("jax_compilation_cache_dir", os.environ.get("FEDBRAID_TEST_CACHE", ".pytest_cache/jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@pytest.fixture
+def x64():
+    """Float64 for the length of one test."""
+    with jax.enable_x64(True):
+        yield

@@ -1,0 +1,150 @@
+"""Every algorithm and transform, one row each, on one small problem: the laws of test_laws.py run over all rows.
+
+The problem is heterogeneous least squares: five clients of 3 to 9 examples, each with its own optimum. ``make(...)``
+builds a row's algorithm on it; ``local`` is how clients walk over their data, and a row without local steps ignores it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fedbraid as fb
+from fedbraid.core import Algorithm
+from fedbraid.data.federated import Split
+from fedbraid.local import masked_mean
+
+SIZES = (3, 9, 4, 7, 5)
+
+
+def clients(seed: int = 0) -> Split:
+    rng = np.random.default_rng(seed)
+    out = []
+    for i, n in enumerate(SIZES):
+        x = rng.normal(size=(n, 3))
+        out.append({"x": x, "y": x @ (rng.normal(size=3) + i) + 0.5 * rng.normal(size=n)})
+    return Split.from_clients(out)
+
+
+def loss(params: Any, batch: dict, key: Any) -> Any:
+    residual = batch["x"] @ params["w"] + params["b"] - batch["y"]
+    return masked_mean(0.5 * residual**2, batch["mask"])
+
+
+def start() -> dict[str, Any]:
+    return {"w": jnp.array([0.3, -0.2, 0.1]), "b": jnp.array(0.5)}
+
+
+class Row(NamedTuple):
+    """One algorithm or transform.
+
+    invariant: (server, states) -> largest violation, for stateful ones; states are stacked over clients.
+    exact: with full participation and full batches it stops at the optimum of the mean of the client losses.
+    refuses: calls that must raise ValueError, with a word that the message must contain.
+    """
+
+    make: Callable[..., Algorithm]
+    invariant: Callable[[Any, Any], Any] | None = None
+    exact: bool = False
+    refuses: tuple[tuple[Callable[[], Any], str], ...] = ()
+
+
+def _refuse_rates(factory: Callable, *names: str) -> tuple:
+    return tuple((lambda n=n: factory(loss, **{n: -1.0}), n) for n in names)
+
+
+ALGORITHMS: dict[str, Row] = {
+    "local_update": Row(
+        lambda **local: fb.local_update(
+            loss, gamma=0.05, alpha=0.1, theta=(1.0, 0.0, 2.0), batch_size=local.get("batch_size", 2)
+        ),
+        refuses=(
+            (lambda: fb.local_update(loss, gamma=-0.1), "gamma"),
+            (lambda: fb.local_update(loss, gamma=0.1, alpha=-1.0), "alpha"),
+            (lambda: fb.local_update(loss, gamma=float("nan")), "gamma"),
+            (lambda: fb.local_update(loss, gamma=0.1, theta=(0.0, 0.0)), "theta"),
+            (lambda: fb.local_update(loss, gamma=0.1, theta=(1.0, -1.0)), "theta"),
+            (lambda: fb.local_update(loss, gamma=0.1, theta=()), "theta"),
+            (lambda: fb.local_update(loss, gamma=0.1, theta="2:K"), "theta"),
+            (lambda: fb.local_update(loss, gamma=0.1, theta=(1.0,), epochs=2), "theta"),
+            (lambda: fb.local_update(loss, gamma=0.1, theta="K", message="delta"), "delta"),
+            (lambda: fb.local_update(loss, gamma=0.1, batch_size=0), "batch_size"),
+            (lambda: fb.local_update(loss, gamma=0.1, epochs=1, steps=2), "epochs"),
+            (lambda: fb.local_update(loss, gamma=0.1, steps=0), "steps"),
+            (lambda: fb.local_update(loss, gamma=0.1, weighting="rows"), "weighting"),
+        ),
+    ),
+    "minibatch_sgd": Row(
+        lambda **local: fb.minibatch_sgd(loss, lr=0.1, batch_size=local.get("batch_size", 2)),
+        refuses=_refuse_rates(fb.minibatch_sgd, "lr"),
+    ),
+    "fedsgd": Row(
+        lambda **local: fb.fedsgd(loss, server_lr=0.05, **local), refuses=_refuse_rates(fb.fedsgd, "server_lr")
+    ),
+    "lookahead": Row(
+        lambda **local: fb.lookahead(loss, client_lr=0.05, **local), refuses=_refuse_rates(fb.lookahead, "client_lr")
+    ),
+    "fedavg": Row(
+        lambda **local: fb.fedavg(loss, client_lr=0.05, **local),
+        refuses=_refuse_rates(fb.fedavg, "client_lr", "server_lr"),
+    ),
+    "reptile": Row(
+        lambda **local: fb.reptile(loss, client_lr=0.05, **local), refuses=_refuse_rates(fb.reptile, "client_lr")
+    ),
+    "fedprox": Row(
+        lambda **local: fb.fedprox(loss, client_lr=0.05, alpha=0.5, **local),
+        refuses=_refuse_rates(fb.fedprox, "alpha", "client_lr"),
+    ),
+    "meta_minibatch_prox": Row(
+        lambda **local: fb.meta_minibatch_prox(loss, client_lr=0.05, **local),
+        refuses=_refuse_rates(fb.meta_minibatch_prox, "alpha"),
+    ),
+    "fomaml": Row(
+        lambda **local: fb.fomaml(loss, client_lr=0.02, server_lr=0.1, **local),
+        refuses=_refuse_rates(fb.fomaml, "client_lr"),
+    ),
+    "fedavgm": Row(
+        lambda **local: fb.fedavgm(loss, client_lr=0.05, **local),
+        refuses=(
+            *_refuse_rates(fb.fedavgm, "momentum"),
+            (lambda: fb.fedavgm(loss, momentum=1.0), "momentum"),
+            (lambda: fb.fedavgm(loss, kind="polyak"), "kind"),
+        ),
+    ),
+    "fedadam": Row(
+        lambda **local: fb.fedadam(loss, client_lr=0.05, **local), refuses=_refuse_rates(fb.fedadam, "tau", "b1")
+    ),
+    "fedyogi": Row(
+        lambda **local: fb.fedyogi(loss, client_lr=0.05, **local), refuses=_refuse_rates(fb.fedyogi, "tau", "b2")
+    ),
+    "fedadagrad": Row(
+        lambda **local: fb.fedadagrad(loss, client_lr=0.05, **local), refuses=_refuse_rates(fb.fedadagrad, "tau")
+    ),
+}
+
+TRANSFORMS: dict[str, Row] = {}
+
+ROWS: dict[str, Row] = {**ALGORITHMS, **{f"transform:{name}": row for name, row in TRANSFORMS.items()}}
+
+
+def optimum() -> dict[str, np.ndarray]:
+    """The minimizer of the mean over clients of their mean losses (uniform weights), by NumPy."""
+    split = clients()
+    normal, right = np.zeros((4, 4)), np.zeros(4)
+    for i in range(split.num_clients):
+        own = split.client(i)
+        a = np.column_stack([own["x"], np.ones(len(own["y"]))])
+        normal += a.T @ a / len(a)
+        right += a.T @ own["y"] / len(a)
+    solution = np.linalg.solve(normal, right)
+    return {"w": solution[:3], "b": solution[3]}
+
+
+def gradient(params: Any, split: Split) -> Any:
+    """The gradient of the loss pooled over all examples."""
+    batch = {k: jnp.asarray(v) for k, v in split.arrays.items()} | {"mask": jnp.ones(split.num_examples)}
+    return jax.grad(loss)(params, batch, None)
