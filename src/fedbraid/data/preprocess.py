@@ -26,7 +26,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["FUNCTIONS", "Pipeline", "crop_flip", "flatten", "invert", "random_features", "scale", "standardize"]
+__all__ = [
+    "FUNCTIONS",
+    "Pipeline",
+    "crop_flip",
+    "flatten",
+    "integers",
+    "invert",
+    "random_features",
+    "scale",
+    "standardize",
+]
 
 Batch = Mapping[str, Any]
 
@@ -39,6 +49,11 @@ def scale(batch: Batch, key, train: bool, *, factor: float = 1 / 255, offset: fl
 def invert(batch: Batch, key, train: bool, *, field: str = "x") -> dict:
     """``1 - x``: EMNIST's paper is 1 and its ink 0; after this the ink is 1, as in MNIST."""
     return {**batch, field: 1.0 - jnp.asarray(batch[field], jnp.float32)}
+
+
+def integers(batch: Batch, key, train: bool, *, fields: str = "x") -> dict:
+    """Small stored integers (tokens as uint8 or uint16) as int32; ``fields`` is a comma-separated list."""
+    return {**batch, **{field: jnp.asarray(batch[field], jnp.int32) for field in fields.split(",")}}
 
 
 def flatten(batch: Batch, key, train: bool, *, field: str = "x") -> dict:
@@ -98,6 +113,7 @@ def _random_maps(d: int, features: int, seed: int) -> tuple[np.ndarray, np.ndarr
 FUNCTIONS: Mapping[str, Callable[..., dict]] = {
     "scale": scale,
     "invert": invert,
+    "integers": integers,
     "flatten": flatten,
     "standardize": standardize,
     "crop-flip": crop_flip,

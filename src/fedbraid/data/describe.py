@@ -1,0 +1,144 @@
+"""Federated data in numbers and in a picture: clients, sizes, labels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedbraid.data.federated import FederatedData, Split
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["client_label_counts", "plot_data", "summarize_data"]
+
+_ROWS_FOR_LABELS = 5_000_000  # above, counting labels would read more of the disk than a look deserves
+
+
+def summarize_data(data: FederatedData) -> dict[str, Any]:
+    """A JSON-ready summary.
+
+    ``clients`` counts distinct clients over all splits; ``test_examples`` those of the test split and of clients that
+    never train; ``sizes`` are the train clients'. ``label_divergence`` is the mean total-variation distance between a
+    client's labels and the pool's: 0 when all are alike, near 1 when each has its own label.
+
+    >>> from fedbraid.data.catalog import load
+    >>> summary = summarize_data(load("digits"))
+    >>> summary["clients"], summary["train_examples"] + summary["test_examples"], summary["labels"]
+    (50, 1797, 10)
+    """
+    train = data.train
+    splits = {name: _split_numbers(split) for name, split in data.splits.items()}
+    held = [split for name, split in data.splits.items() if name in ("test", "unseen")]
+    summary: dict[str, Any] = {
+        "name": data.name,
+        "clients": _distinct_clients(data),
+        "train_examples": train.num_examples,
+        "test_examples": sum(s.num_examples for s in held),
+        "shapes": {f: list(a.shape[1:]) if a.dtype != object else "text" for f, a in train.arrays.items()},
+        "types": {f: a.dtype.name if a.dtype != object else "text" for f, a in train.arrays.items()},
+        "labels": data.info.get("classes"),
+        "sizes": splits["train"]["sizes"],
+        "bytes": sum(s.nbytes for s in data.splits.values()),
+        "splits": splits,
+    }
+    counts = client_label_counts(train)
+    if counts is not None:
+        pool = counts.sum(0)
+        own = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+        summary["labels"] = summary["labels"] or int(np.count_nonzero(pool))
+        summary["label_counts"] = pool.tolist()
+        summary["labels_per_client"] = float((counts > 0).sum(1).mean())
+        summary["label_divergence"] = float(0.5 * np.abs(own - pool / pool.sum()).sum(1).mean())
+    spec = getattr(data.preprocess, "spec", None)
+    summary["preprocess"] = spec() if spec is not None else []
+    summary["info"] = {k: v for k, v in data.info.items() if k != "vocabulary"}
+    return summary
+
+
+def client_label_counts(split: Split, label: str = "y") -> np.ndarray | None:
+    """Clients x labels counts, or None where there is no integer label per example (or too many rows to look at)."""
+    labels = split.arrays.get(label)
+    if labels is None or labels.ndim != 1 or labels.dtype.kind not in "iu" or split.num_examples > _ROWS_FOR_LABELS:
+        return None
+    if not split.num_examples or int(labels.min()) < 0 or int(labels.max()) > 10_000:
+        return None
+    classes = int(labels.max()) + 1
+    owner = np.repeat(np.arange(split.num_clients), split.sizes)
+    return np.bincount(owner * classes + labels, minlength=split.num_clients * classes).reshape(-1, classes)
+
+
+def _split_numbers(split: Split) -> dict[str, Any]:
+    sizes = split.sizes
+    return {
+        "clients": int(split.num_clients),
+        "clients_with_examples": int(np.count_nonzero(sizes)),
+        "examples": split.num_examples,
+        "sizes": {"min": int(sizes.min()), "median": float(np.median(sizes)), "max": int(sizes.max())},
+    }
+
+
+def _distinct_clients(data: FederatedData) -> int:
+    named = [s for s in data.splits.values() if len(s.ids)]
+    if len(named) == len(data.splits):
+        distinct = {id(s.ids): s.ids for s in named}  # a test split often shares the train split's own list
+        if len(distinct) == 1:
+            return data.train.num_clients
+        return len(set().union(*distinct.values()))
+    return data.train.num_clients + (data.unseen.num_clients if data.unseen is not None else 0)
+
+
+def plot_data(data: FederatedData, *, max_clients: int = 400, title: str | None = None) -> Figure:
+    """A picture of a split: which labels each client holds (left) and how many examples it has (right).
+
+    Clients are sorted by their most frequent label, so that skew shows as blocks along the diagonal; beyond
+    ``max_clients`` an even sample of them is drawn. Without labels only the sizes are shown.
+    """
+    from matplotlib.figure import Figure
+
+    counts, sizes = client_label_counts(data.train), data.train.sizes
+    many = len(sizes) > max_clients
+    figure = Figure(figsize=(9, 4.8), layout="constrained")
+    shown = f"{data.train.num_clients:,} clients, {data.train.num_examples:,} train examples"
+    figure.suptitle(title or f"{data.name}: {shown}")
+    if counts is None:
+        axes = figure.subplots()
+    else:
+        left, axes = figure.subplots(1, 2, width_ratios=(3, 2))
+        own = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+        order = np.lexsort((-own.max(1), own.argmax(1)))
+        if many:
+            order = order[np.linspace(0, len(order) - 1, max_clients).astype(int)]
+        image = left.imshow(
+            own[order].T, aspect="auto", cmap="cividis", vmin=0, vmax=1, interpolation="nearest", origin="lower"
+        )
+        left.set_xlabel(
+            "client, by most frequent label" + (f" (every {len(sizes) / max_clients:.0f}th)" if many else "")
+        )
+        left.set_ylabel("label")
+        if counts.shape[1] <= 12:
+            left.set_yticks(range(counts.shape[1]))
+        figure.colorbar(image, ax=left, label="share of the client's examples")
+    ranked = np.sort(sizes)[::-1]
+    axes.plot(np.arange(1, len(ranked) + 1), ranked, color="#0072B2", drawstyle="steps-mid", linewidth=1.6)
+    axes.axhline(float(np.median(sizes)), color="#D55E00", linestyle="--", linewidth=1)
+    axes.annotate(
+        f"median {np.median(sizes):,.0f}",
+        (0.98, float(np.median(sizes))),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 4),
+        textcoords="offset points",
+        ha="right",
+        color="#A04000",
+    )
+    if ranked[0] > 30 * max(1, ranked[-1]):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(0, None)
+    if len(ranked) > 10_000:
+        axes.set_xscale("log")
+    axes.set_xlabel("client, by size")
+    axes.set_ylabel("train examples")
+    axes.grid(alpha=0.25)
+    return figure

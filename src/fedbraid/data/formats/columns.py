@@ -1,0 +1,74 @@
+"""Checks that every format shares: labels in range, pixels without loss, names of fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+__all__ = ["as_labels", "as_pixels", "need"]
+
+
+def as_labels(values: Any, at: str, classes: int | None = None) -> np.ndarray:
+    """Integer labels as int32, each at least 0 and below ``classes``.
+
+    >>> as_labels([0, 2], "file: client a", 3).dtype.name
+    'int32'
+    """
+    labels = np.asarray(values)
+    if labels.ndim != 1:
+        labels = labels.reshape(len(labels), -1)
+        if labels.shape[1] != 1:
+            raise ValueError(f"{at}: one label an example expected, got shape {list(labels.shape)}")
+        labels = labels[:, 0]
+    if labels.dtype.kind == "f" and np.array_equal(labels, np.rint(labels)):
+        labels = labels.astype(np.int64)
+    if labels.dtype.kind not in "iub":
+        raise ValueError(f"{at}: labels must be integers, got {labels.dtype}")
+    bad = (labels < 0) | (labels >= (classes if classes is not None else 2**31))
+    if bad.any():
+        row = int(np.argmax(bad))
+        allowed = f"0 to {classes - 1}" if classes is not None else "0 or more"
+        raise ValueError(f"{at}: label {labels[row]} in row {row} is out of range ({allowed})")
+    return labels.astype(np.int32)
+
+
+def as_pixels(values: Any, at: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
+    """Pixels as uint8. Floats must be multiples of 1/255 in [0, 1], so that nothing is lost by storing bytes.
+
+    >>> as_pixels([[0.0, 1.0]], "file: client a", (1, 2)).tolist()
+    [[[0, 255]]]
+    """
+    try:
+        pixels = np.asarray(values)
+    except ValueError as error:
+        raise ValueError(f"{at}: images differ in shape") from error
+    if pixels.dtype == object:
+        raise ValueError(f"{at}: images differ in shape")
+    if shape is not None:
+        if len(pixels) and pixels[0].size != int(np.prod(shape)):
+            raise ValueError(f"{at}: images of {pixels[0].size} values, {list(shape)} expected")
+        pixels = pixels.reshape(len(pixels), *shape)
+    if pixels.dtype == np.uint8:
+        return pixels
+    if pixels.dtype.kind == "f":
+        scaled = pixels * 255.0
+        whole = np.rint(scaled)
+        if not np.isfinite(scaled).all() or (len(scaled) and np.abs(scaled - whole).max() > 0.01):
+            raise ValueError(f"{at}: pixels are not multiples of 1/255; keep them as they are (--pixels keep)")
+        pixels = whole
+    elif pixels.dtype.kind not in "iu":
+        raise ValueError(f"{at}: pixels must be numbers, got {pixels.dtype}")
+    if len(pixels) and (pixels.min() < 0 or pixels.max() > 255):
+        raise ValueError(f"{at}: pixels outside 0 to 255 (or 0 to 1); keep them as they are (--pixels keep)")
+    return pixels.astype(np.uint8)
+
+
+def need(module: str, extra: str = "data") -> Any:
+    """Import an optional reader, or say which extra brings it."""
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"this format needs {module}: pip install 'fedbraid[{extra}]'") from error

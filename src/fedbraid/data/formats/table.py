@@ -1,0 +1,266 @@
+"""Tables with a client column: Parquet, Arrow files, and Hugging Face data sets (which are Arrow on disk).
+
+Columns become fields. Numbers stay numbers; lists of one length become arrays; strings become text; images as Hugging
+Face keeps them (a struct of encoded bytes) are decoded. A table larger than memory is read in several scans, each for
+as many clients as fit ``memory`` bytes.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedbraid.data.formats.columns import as_labels, need
+from fedbraid.data.formats.plain_sets import add_grouped, add_plain
+from fedbraid.data.store import StoreWriter
+
+__all__ = ["arrow_columns", "read_table"]
+
+
+def read_table(
+    writer: StoreWriter,
+    paths: Sequence[Path],
+    *,
+    client: str | None = None,
+    label: str | None = None,
+    features: Sequence[str] = (),
+    test: Sequence[Path] = (),
+    classes: int | None = None,
+    memory: int = 1 << 30,
+) -> None:
+    """Read Parquet or Arrow files (or folders of them), grouped by the column ``client``.
+
+    ``label`` names the column that becomes ``y``; ``features`` those that become ``x`` (several numeric columns are put
+    side by side as float32). Without ``features``, all other columns keep their names. Files whose path says ``test``
+    are the test split, as are those in ``test``; without ``client`` the set is plain and can be partitioned later.
+    """
+    sources: dict[str, list[Path]] = {}
+    for path in paths:
+        for split, file in _files(Path(path), "train"):
+            sources.setdefault(split, []).append(file)
+    for path in test:
+        sources.setdefault("test", []).extend(file for _, file in _files(Path(path), "test"))
+    if "train" not in sources:
+        raise ValueError(f"{', '.join(map(str, paths))}: no train file (.parquet or .arrow) among them")
+    options = {"client": client, "label": label, "features": features, "classes": classes}
+    plain: dict[str, dict[str, Any]] = {}
+    for split in sorted(sources, key=lambda s: s != "train"):
+        files = sources[split]
+        shown = files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
+        data = _dataset(files, [c for c in (client, label, *features) if c is not None])
+        wanted = None if not features else [c for c in (client, label, *features) if c is not None]
+        if client is None:
+            plain[split], _ = arrow_columns(data.to_table(columns=wanted), shown, **options)
+            continue
+        for chunk in _chunks(data, files, client, memory):
+            # a null compares to nothing, so that a chunked scan would drop it silently: _chunks has looked before
+            keep = None if chunk is None else need("pyarrow.compute").field(client).isin(chunk)
+            fields, ids = arrow_columns(data.to_table(columns=wanted, filter=keep), shown, **options)
+            assert ids is not None
+            _count_classes(writer, fields, classes)
+            add_grouped(writer, split, fields, ids, shown)
+    for fields in plain.values():
+        _count_classes(writer, fields, classes)
+    if plain:
+        add_plain(writer, plain["train"], plain.get("test"), sources["train"][0])
+
+
+def _count_classes(writer: StoreWriter, fields: dict[str, Any], classes: int | None) -> None:
+    y = fields.get("y")
+    if isinstance(y, np.ndarray) and y.dtype == np.int32 and len(y):
+        writer.info["classes"] = classes or max(writer.info.get("classes", 0), int(y.max()) + 1)
+
+
+def _dataset(files: list[Path], wanted: list[str]) -> Any:
+    """All files of a split as one Arrow data set, after a look at each one's columns."""
+    pa, dataset = need("pyarrow"), need("pyarrow.dataset")
+    names: list[str] = []
+    tables = []
+    file = files[0]
+    try:
+        for file in files:
+            if file.suffix == ".parquet":
+                found = need("pyarrow.parquet").read_schema(file).names
+            else:
+                tables.append(_open_arrow(file))
+                found = tables[-1].column_names
+            if missing := [c for c in wanted if c not in found]:
+                raise ValueError(f"{file}: no column {missing[0]!r}; it has {', '.join(found)}")
+            names = names or found
+            if found != names:
+                raise ValueError(
+                    f"{file}: columns {', '.join(found)} differ from {', '.join(names)} of {files[0].name}"
+                )
+        if tables and len(tables) != len(files):
+            raise ValueError(f"{files[0]}: Parquet and Arrow files are mixed; import one kind at a time")
+        return dataset.dataset(pa.concat_tables(tables) if tables else [str(f) for f in files])
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"{file}: not readable, damaged or cut short ({' '.join(str(error).split())})") from error
+
+
+def _open_arrow(file: Path) -> Any:
+    pa, ipc = need("pyarrow"), need("pyarrow.ipc")
+    source = pa.memory_map(str(file))
+    magic = source.read(6)
+    source.seek(0)  # Hugging Face writes streams, Arrow and Feather write files
+    return (ipc.open_file if magic == b"ARROW1" else ipc.open_stream)(source).read_all()
+
+
+def _chunks(data: Any, files: list[Path], client: str, memory: int) -> Iterator[list | None]:
+    """Groups of clients whose rows fit the memory asked for; one group of None, for all of them, when all fit."""
+    pa = need("pyarrow")
+    try:
+        column = data.to_table(columns=[client]).column(client)
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"{files[0]}: field {client}: not readable ({' '.join(str(error).split())})") from error
+    if column.null_count:
+        row = next(i for i, v in enumerate(column) if not v.is_valid)
+        for file in files:  # rows count on from file to file
+            rows = _rows(file)
+            if row < rows or file == files[-1]:
+                raise ValueError(f"{file}: field {client}: the client column has a null in row {row}; drop or name it")
+            row -= rows
+    total = sum(f.stat().st_size for f in files) * 4  # packed columns grow about so much
+    if total <= memory:
+        yield None
+        return
+    counts = Counter(column.to_pylist())
+    per_row, chunk, rows = total / max(1, len(column)), [], 0
+    for name, count in sorted(counts.items()):
+        if chunk and (rows + count) * per_row > memory:
+            yield chunk
+            chunk, rows = [], 0
+        chunk.append(name)
+        rows += count
+    yield chunk
+
+
+def _rows(file: Path) -> int:
+    if file.suffix == ".parquet":
+        return need("pyarrow.parquet").read_metadata(file).num_rows
+    return len(_open_arrow(file))
+
+
+def arrow_columns(
+    table: Any,
+    source: object = "table",
+    *,
+    client: str | None = None,
+    label: str | None = None,
+    features: Sequence[str] = (),
+    classes: int | None = None,
+) -> tuple[dict[str, Any], np.ndarray | None]:
+    """The fields of a pyarrow table, and its client ids.
+
+    >>> import pyarrow as pa
+    >>> fields, ids = arrow_columns(pa.table({"who": ["a", "b"], "x": [[1.0, 2.0], [3.0, 4.0]]}), client="who")
+    >>> fields["x"].tolist(), ids.tolist()
+    ([[1.0, 2.0], [3.0, 4.0]], ['a', 'b'])
+    """
+    ids = None
+    if client is not None:
+        column = table.column(client)
+        if column.null_count:
+            row = next(i for i, v in enumerate(column) if not v.is_valid)
+            raise ValueError(
+                f"{source}: field {client}: the client column has {column.null_count} nulls, first in row {row}"
+            )
+        ids = np.array([str(v) for v in column.to_pylist()])
+    who = (lambda row: f"{source}: client {ids[row]}") if ids is not None else (lambda row: f"{source}: row {row}")
+    rest = [n for n in table.column_names if n not in (client, label, *features)]
+    fields: dict[str, Any] = {}
+    if features:
+        parts = [_numbers(table.column(n), n, source, who) for n in features]
+        if len(parts) == 1:
+            fields["x"] = parts[0]
+        else:
+            flat = [np.asarray(p, np.float32).reshape(len(p), -1) for p in parts]
+            fields["x"] = np.concatenate(flat, axis=1)
+    else:
+        fields |= {n: _numbers(table.column(n), n, source, who) for n in rest}
+    if label is not None:
+        y = _numbers(table.column(label), label, source, who)
+        numeric = isinstance(y, np.ndarray) and y.dtype.kind in "iub"
+        fields["y"] = as_labels(y, f"{source}: field {label}", classes) if numeric else y
+    return fields, ids
+
+
+def _numbers(column: Any, name: str, source: object, who: Any) -> Any:
+    pa = need("pyarrow")
+    if column.null_count:
+        row = next(i for i, v in enumerate(column) if not v.is_valid)
+        raise ValueError(f"{who(row)}: field {name}: null in row {row} ({column.null_count} in all); fill or drop them")
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        column = column.cast(kind.value_type)
+        kind = column.type
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
+        return column.to_numpy()
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return np.asarray(column.to_pylist(), object)
+    if pa.types.is_struct(kind) and "bytes" in {f.name for f in kind}:
+        return _decode_images(column, name, who)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return _nested(column, name, who)
+    raise ValueError(f"{source}: field {name}: columns of type {kind} are not supported; leave it out with --features")
+
+
+def _nested(column: Any, name: str, who: Any) -> np.ndarray:
+    """Lists in lists, all of one shape, without a Python object an element."""
+    pa = need("pyarrow")
+    values = column.combine_chunks()
+    values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+    rows, shape = len(values), [len(values)]
+    while (
+        pa.types.is_list(values.type) or pa.types.is_large_list(values.type) or pa.types.is_fixed_size_list(values.type)
+    ):
+        inner = values.flatten()
+        if inner.null_count:
+            raise ValueError(f"{who(0)}: field {name}: nulls inside its lists")
+        count = len(values)
+        if pa.types.is_fixed_size_list(values.type):
+            width = values.type.list_size
+        else:
+            lengths = np.diff(values.offsets.to_numpy())
+            width = int(lengths[0]) if count else 0
+            if np.any(lengths != width):
+                row = int(np.argmax(lengths != width)) // max(1, count // max(1, rows))
+                raise ValueError(
+                    f"{who(row)}: field {name}: examples differ in shape (lists of {sorted(set(lengths.tolist()))[:3]})"
+                )
+        shape.append(width)
+        values = inner
+    return values.to_numpy(zero_copy_only=False).reshape(shape)
+
+
+def _decode_images(column: Any, name: str, who: Any) -> np.ndarray:
+    image_module = need("PIL.Image")
+    out: list[np.ndarray] = []
+    for row, value in enumerate(column):
+        try:
+            with image_module.open(io.BytesIO(value["bytes"].as_py())) as image:
+                out.append(np.asarray(image.convert("L" if image.mode in ("1", "L") else "RGB")))
+        except (OSError, TypeError) as error:
+            raise ValueError(f"{who(row)}: field {name}: row {row} is not a readable image ({error})") from error
+        if out[-1].shape != out[0].shape:
+            raise ValueError(f"{who(row)}: field {name}: shape {list(out[-1].shape)} differs from {list(out[0].shape)}")
+    return np.stack(out)
+
+
+def _files(path: Path, split: str) -> Iterator[tuple[str, Path]]:
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.suffix in (".parquet", ".arrow", ".feather"))
+        if not files:
+            raise ValueError(f"{path}: no .parquet or .arrow files in this folder")
+        for file in files:  # Hugging Face keeps splits in folders, or in the names of the files
+            inside = file.relative_to(path).as_posix().lower()
+            yield ("test" if "test" in inside else split), file
+        return
+    if not path.exists():
+        raise ValueError(f"{path}: no such file or folder")
+    yield ("test" if "test" in path.name.lower() else split), path

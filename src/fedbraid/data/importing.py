@@ -1,0 +1,149 @@
+"""From raw files to a store: one call a format, the same report for all.
+
+>>> import tempfile, pathlib
+>>> import numpy as np
+>>> folder = pathlib.Path(tempfile.mkdtemp())
+>>> np.savez(folder / "tiny.npz", x=np.zeros((3, 2)), y=np.array([0, 1, 1]), client=np.array(["a", "a", "b"]))
+>>> report = import_data("npz", [folder / "tiny.npz"], folder / "store")
+>>> report.summary["clients"], report.summary["train_examples"]
+(2, 3)
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedbraid.data import formats
+from fedbraid.data.describe import summarize_data
+from fedbraid.data.federated import FederatedData
+from fedbraid.data.formats.archive import unpacked
+from fedbraid.data.published import PUBLISHED, differences
+from fedbraid.data.store import StoreWriter, is_store, open_store
+
+__all__ = ["FORMATS", "Report", "import_data", "open_source", "sniff"]
+
+
+class Report(NamedTuple):
+    """What an import wrote: the store, its summary, and notes (counts that differ from the published ones)."""
+
+    path: Path
+    summary: dict[str, Any]
+    notes: list[str]
+
+
+def _one(read: Callable[..., None]) -> Callable[..., None]:
+    def call(writer: StoreWriter, paths: Sequence[Path], **options: Any) -> None:
+        if len(paths) != 1:
+            raise ValueError(f"this format is read from one file or folder, got {len(paths)}")
+        read(writer, paths[0], **options)
+
+    call.__signature__ = inspect.signature(read)  # type: ignore[attr-defined]
+    return call
+
+
+FORMATS: Mapping[str, Callable[..., None]] = {
+    "tff": formats.read_tff,
+    "leaf": _one(formats.read_leaf),
+    "idx": _one(formats.read_idx),
+    "cifar": _one(formats.read_cifar),
+    "folder": _one(formats.read_folder),
+    "parquet": formats.read_table,
+    "npz": _one(formats.read_npz),
+}
+
+
+def import_data(
+    kind: str,
+    paths: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    name: str | None = None,
+    seed: int = 0,
+    drop_empty: bool = False,
+    overwrite: bool = False,
+    **options: Any,
+) -> Report:
+    """Read raw files of one format into a store; nothing is left behind when something is wrong with them.
+
+    ``seed`` shuffles the rows within each client; ``name`` overrides the name that the format implies; the rest are the
+    format's own options.
+    """
+    if kind not in FORMATS:
+        raise ValueError(f"unknown format {kind!r}; known: {', '.join(FORMATS)}")
+    keywords = [p.name for p in inspect.signature(FORMATS[kind]).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    if extra := sorted(set(options) - set(keywords)):
+        raise ValueError(f"format {kind!r} has no option {extra[0]!r}; it takes {', '.join(keywords) or 'none'}")
+    if not paths:
+        raise ValueError("name at least one file or folder to import")
+    published = PUBLISHED.get(name or "")
+    if published is not None and "classes" in keywords and options.get("classes") is None:
+        options["classes"] = published.classes
+    with StoreWriter(
+        out, name=name or Path(paths[0]).name, shuffle=seed, drop_empty=drop_empty, overwrite=overwrite
+    ) as writer:
+        FORMATS[kind](writer, [Path(p) for p in paths], **options)
+        writer.name = name or writer.name
+    data = open_store(out)
+    notes = differences(data.name, data, natural=not data.info.get("plain"))
+    if writer.dropped:
+        notes.append(f"{writer.dropped} clients without examples were dropped")
+    if data.unseen is not None:
+        notes.append(f"{data.unseen.num_clients} clients never train: they are the split 'unseen'")
+    return Report(Path(out), summarize_data(data), notes)
+
+
+def sniff(path: Path) -> str:
+    """The format of a file or folder, from its names.
+
+    >>> sniff(Path("data.npz"))
+    'npz'
+    """
+    if path.is_dir():
+        names = [p.relative_to(path).as_posix() for p in sorted(path.rglob("*")) if p.is_file()][:10_000]
+    else:
+        names = [path.name]
+    tests: list[tuple[str, Callable[[str], bool]]] = [
+        ("tff", lambda n: n.endswith((".h5", ".hdf5", ".sqlite", ".sqlite.lzma", ".sqlite.xz"))),
+        ("leaf", lambda n: n.endswith((".json", ".json.gz")) and ("train/" in n or path.name == "train")),
+        ("npz", lambda n: n.endswith(".npz")),
+        ("idx", lambda n: "images-idx3" in n),
+        ("cifar", lambda n: n.rsplit("/", 1)[-1] in ("data_batch_1", "data_batch_1.bin", "train", "train.bin")),
+        ("parquet", lambda n: n.endswith((".parquet", ".arrow"))),
+        ("folder", lambda n: n.count("/") >= 1 and n.lower().endswith((".png", ".jpg", ".jpeg", ".bmp"))),
+    ]
+    for kind, test in tests:
+        if any(test(n) for n in names):
+            return kind
+    raise ValueError(f"{path}: no known data format in it; known: {', '.join(FORMATS)} (see `fedbraid data import`)")
+
+
+def open_source(
+    path: str | os.PathLike[str],
+    *,
+    in_memory: bool = False,
+    limit: int = 4 << 30,
+    import_options: Mapping[str, Any] | None = None,
+) -> FederatedData:
+    """A store as it is, or raw files read into memory; raw files above ``limit`` bytes must be imported first."""
+    root = Path(path)
+    if not root.exists():
+        raise ValueError(f"{root}: no such file or folder; name a store or the raw files in path")
+    if root.is_dir() and is_store(root):
+        return open_store(root, in_memory=in_memory)
+    with unpacked(root) as folder:
+        kind = sniff(folder)
+        files = [folder] if folder.is_file() else [p for p in folder.rglob("*") if p.is_file()]
+        size = sum(f.stat().st_size for f in files)
+        if size > limit:
+            raise ValueError(
+                f"{root}: {size / 1e9:.1f} GB of raw files; import them once with "
+                f"`fedbraid data import {kind} {root} --out STORE` and name the store"
+            )
+        with tempfile.TemporaryDirectory(prefix="fedbraid-") as scratch:
+            import_data(kind, [folder], Path(scratch) / "store", **(import_options or {}))
+            return open_store(Path(scratch) / "store", in_memory=True)

@@ -1,0 +1,200 @@
+"""Synthetic federated data: the papers' generators, and a StackOverflow-shaped set for measuring scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from fedbraid.data.federated import FederatedData, Split
+from fedbraid.data.partition import log_normal_sizes
+from fedbraid.data.preprocess import Pipeline
+
+__all__ = ["SYNTHETIC", "conditioned", "heterogeneous", "least_squares", "logistic", "sentences", "sentences_data"]
+
+
+def least_squares(
+    *, clients: int = 25, d: int = 100, size: int = 500, variance: float = 0.25, drift: float = 0.0, seed: int = 0
+) -> FederatedData:
+    """FedSplit, App. B.1: ``b_j = A_j x0 + v_j``, standard normal designs, noise variance 0.25; fields x, y.
+
+    ``drift > 0`` gives client ``j`` its own solution ``x0 + drift u_j``, ``u_j`` standard normal: heterogeneity that the
+    paper's ensemble lacks. ``info["x0"]`` is the common part.
+
+    >>> least_squares(clients=3, d=4, size=5).train.arrays["x"].shape
+    (15, 4)
+    """
+    _check(clients=clients, d=d, size=size)
+    rng = np.random.default_rng(seed)
+    x0 = rng.standard_normal(d)
+    rows = []
+    for _ in range(clients):
+        a = rng.standard_normal((size, d))
+        own = x0 + drift * rng.standard_normal(d) if drift else x0
+        rows.append({"x": a, "y": a @ own + np.sqrt(variance) * rng.standard_normal(size)})
+    return _data("synthetic-least-squares", rows, {"x0": x0.tolist()})
+
+
+def conditioned(
+    *, kappa: float = 100.0, clients: int = 10, d: int = 100, size: int = 400, variance: float = 1.0, seed: int = 0
+) -> FederatedData:
+    """FedSplit, App. B.3: least squares whose every design ``A_j = U_j Lambda V_j`` has squared singular values
+    ``(kappa, 1, ..., 1)``, ``U_j`` and ``V_j`` Haar orthogonal; needs ``size >= d``.
+
+    >>> a = conditioned(kappa=9.0, clients=1, d=3, size=5).train.arrays["x"]
+    >>> [round(float(s), 6) for s in np.linalg.svd(a.astype(float), compute_uv=False)]
+    [3.0, 1.0, 1.0]
+    """
+    _check(clients=clients, d=d, size=size)
+    if size < d or kappa < 1:
+        raise ValueError(f"needs size >= d and kappa >= 1, got size = {size}, d = {d}, kappa = {kappa}")
+    rng = np.random.default_rng(seed)
+    x0 = rng.standard_normal(d)
+    singular = np.ones(d)
+    singular[0] = np.sqrt(kappa)
+    rows = []
+    for _ in range(clients):
+        a = (_haar(rng, size)[:, :d] * singular) @ _haar(rng, d)
+        rows.append({"x": a, "y": a @ x0 + np.sqrt(variance) * rng.standard_normal(size)})
+    return _data("synthetic-conditioned", rows, {"x0": x0.tolist(), "kappa": kappa})
+
+
+def logistic(*, clients: int = 10, d: int = 100, size: int = 1000, seed: int = 0) -> FederatedData:
+    """FedSplit, App. B.2.1: labels in {0, 1} with P(y = 1) = sigmoid(a^T x0), everything standard normal.
+
+    >>> sorted(set(logistic(clients=2, d=3, size=50).train.arrays["y"].tolist()))
+    [0, 1]
+    """
+    _check(clients=clients, d=d, size=size)
+    rng = np.random.default_rng(seed)
+    x0 = rng.standard_normal(d)
+    rows = []
+    for _ in range(clients):
+        a = rng.standard_normal((size, d))
+        y = rng.random(size) < 1 / (1 + np.exp(-(a @ x0)))
+        rows.append({"x": a, "y": y.astype(np.int32)})
+    return _data("synthetic-logistic", rows, {"x0": x0.tolist(), "classes": 2})
+
+
+def heterogeneous(
+    *,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    clients: int = 30,
+    d: int = 60,
+    classes: int = 10,
+    mean_size: int = 100,
+    sigma: float = 1.0,
+    test_fraction: float = 0.2,
+    seed: int = 0,
+) -> FederatedData:
+    """Synthetic(alpha, beta) of Li et al., *Federated Optimization in Heterogeneous Networks* (FedProx).
+
+    Client ``k`` draws a model ``W_k, b_k ~ N(u_k, 1)``, ``u_k ~ N(0, alpha)`` and inputs ``x ~ N(v_k, Sigma)``,
+    ``v_k ~ N(B_k, 1)``, ``B_k ~ N(0, beta)``, Sigma diagonal with ``j^-1.2``; labels are the model's argmax. alpha
+    moves the models apart, beta the inputs. Sizes are log-normal with ``sigma`` around ``mean_size``.
+
+    >>> heterogeneous(clients=4, mean_size=20).train.num_clients
+    4
+    """
+    _check(clients=clients, d=d, mean_size=mean_size, classes=classes)
+    if alpha < 0 or beta < 0:
+        raise ValueError(f"alpha and beta are variances and must not be negative, got {alpha} and {beta}")
+    rng = np.random.default_rng(seed)
+    sizes = log_normal_sizes(clients * mean_size, clients=clients, sigma=sigma, min_size=2, rng=rng)
+    scale = np.arange(1, d + 1) ** -0.6
+    train, test = [], []
+    for n in sizes.tolist():
+        model_mean, input_mean = np.sqrt(alpha) * rng.standard_normal(), np.sqrt(beta) * rng.standard_normal()
+        w, b = rng.normal(model_mean, 1, (d, classes)), rng.normal(model_mean, 1, classes)
+        x = rng.normal(input_mean, 1, d) + scale * rng.standard_normal((n, d))
+        y = np.argmax(x @ w + b, axis=1).astype(np.int32)
+        m = min(round(test_fraction * n), n - 1)
+        test.append({"x": x[:m].astype(np.float32), "y": y[:m]})
+        train.append({"x": x[m:].astype(np.float32), "y": y[m:]})
+    info = {"classes": classes, "source": "Li et al. (2020), Synthetic(alpha, beta)", "alpha": alpha, "beta": beta}
+    return FederatedData(
+        Split.from_clients(train), Split.from_clients(test) if test_fraction else None, "synthetic-heterogeneous", info
+    )
+
+
+def sentences(
+    *, clients: int = 342_477, examples: int = 20_000_000, words: int = 10_000, length: int = 20, seed: int = 0
+) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+    """A StackOverflow-shaped set, client by client: log-normal sizes, Zipf words, sentences of up to ``length`` words.
+
+    >>> client, fields = next(sentences(clients=3, examples=30))
+    >>> client, fields["x"].dtype.name, fields["x"].shape[1]
+    ('u0000000', 'uint16', 20)
+    """
+    _check(clients=clients, words=words, length=length)
+    if words + 3 >= 1 << 16:
+        raise ValueError(f"words must stay below {(1 << 16) - 4}, got {words}")
+    rng = np.random.default_rng(seed)
+    sizes = log_normal_sizes(examples, clients=clients, sigma=1.0, rng=rng)
+    weights = 1.0 / np.arange(1, words + 1)
+    # a table of words in their frequencies, so that drawing a word is drawing a position
+    repeats = np.rint(4 * weights / weights[-1]).astype(np.int64)
+    table = np.repeat(np.arange(1, words + 1, dtype=np.uint16), repeats)
+    begin, end = words + 2, words + 3
+    at = np.arange(length + 1)
+    done = 0
+    while done < clients:  # blocks of clients share the random draws, which is what makes this fast
+        stop = done + 1
+        while stop < clients and sizes[done:stop].sum() + sizes[stop] <= 1 << 16 and stop - done < 4096:
+            stop += 1
+        n = int(sizes[done:stop].sum())
+        block = np.empty((n, length + 1), np.uint16)
+        block[:, 0] = begin
+        block[:, 1:] = table[rng.integers(0, len(table), (n, length))]
+        ends = rng.integers(2, length + 6, n)[:, None]  # beyond the window: cut off, without its end
+        block[at == ends] = end
+        block[np.broadcast_to(at > ends, block.shape)] = 0
+        start = 0
+        for i in range(done, stop):
+            rows = block[start : start + sizes[i]]
+            yield f"u{i:07d}", {"x": rows[:, :-1], "y": rows[:, 1:]}
+            start += int(sizes[i])
+        done = stop
+
+
+def sentences_data(
+    *, clients: int = 1_000, examples: int = 50_000, words: int = 10_000, length: int = 20, seed: int = 0
+) -> FederatedData:
+    """A small set of ``sentences`` in memory.
+
+    >>> sentences_data(clients=5, examples=50).train.num_examples
+    50
+    """
+    rows = list(sentences(clients=clients, examples=examples, words=words, length=length, seed=seed))
+    split = Split.from_clients([fields for _, fields in rows], [client for client, _ in rows])
+    info = {"classes": words + 4, "source": "synthetic, StackOverflow-shaped"}
+    integers = Pipeline.of({"name": "integers", "fields": "x,y"})
+    return FederatedData(split, None, "synthetic-sentences", info, preprocess=integers)
+
+
+def _haar(rng: np.random.Generator, n: int) -> np.ndarray:
+    q, r = np.linalg.qr(rng.standard_normal((n, n)))
+    return q * np.sign(np.diag(r))  # without the signs QR's rotation is not uniform
+
+
+def _check(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
+def _data(name: str, rows: list[dict[str, Any]], info: Mapping[str, Any]) -> FederatedData:
+    rows = [{k: v.astype(np.float32) if v.dtype == np.float64 else v for k, v in r.items()} for r in rows]
+    source = {"source": "synthetic, after Pathak & Wainwright, FedSplit, App. B"}
+    return FederatedData(Split.from_clients(rows), None, name, {**source, **info})
+
+
+SYNTHETIC: Mapping[str, Callable[..., FederatedData]] = {
+    "synthetic-least-squares": least_squares,
+    "synthetic-conditioned": conditioned,
+    "synthetic-logistic": logistic,
+    "synthetic-heterogeneous": heterogeneous,
+    "synthetic-sentences": sentences_data,
+}
