@@ -19,9 +19,10 @@ _ROWS_FOR_LABELS = 5_000_000  # above, counting labels would read more of the di
 def summarize_data(data: FederatedData) -> dict[str, Any]:
     """A JSON-ready summary.
 
-    ``clients`` counts distinct clients over all splits; ``test_examples`` those of the test split and of clients that
-    never train; ``sizes`` are the train clients'. ``label_divergence`` is the mean total-variation distance between a
-    client's labels and the pool's: 0 when all are alike, near 1 when each has its own label.
+    ``clients`` are those that train and those set aside as unseen (a test split by other clients has its own count
+    under ``splits``); ``test_examples`` are those of the test split and of the unseen clients; ``sizes`` are the train
+    clients'. ``label_divergence`` is the mean total-variation distance between a client's labels and the pool's: 0 when
+    all are alike, near 1 when each has its own label.
 
     >>> from fedbraid.data.catalog import load
     >>> summary = summarize_data(load("digits"))
@@ -33,7 +34,7 @@ def summarize_data(data: FederatedData) -> dict[str, Any]:
     held = [split for name, split in data.splits.items() if name in ("test", "unseen")]
     summary: dict[str, Any] = {
         "name": data.name,
-        "clients": _distinct_clients(data),
+        "clients": train.num_clients + (data.unseen.num_clients if data.unseen is not None else 0),
         "train_examples": train.num_examples,
         "test_examples": sum(s.num_examples for s in held),
         "shapes": {f: list(a.shape[1:]) if a.dtype != object else "text" for f, a in train.arrays.items()},
@@ -77,16 +78,6 @@ def _split_numbers(split: Split) -> dict[str, Any]:
         "examples": split.num_examples,
         "sizes": {"min": int(sizes.min()), "median": float(np.median(sizes)), "max": int(sizes.max())},
     }
-
-
-def _distinct_clients(data: FederatedData) -> int:
-    named = [s for s in data.splits.values() if len(s.ids)]
-    if len(named) == len(data.splits):
-        distinct = {id(s.ids): s.ids for s in named}  # a test split often shares the train split's own list
-        if len(distinct) == 1:
-            return data.train.num_clients
-        return len(set().union(*distinct.values()))
-    return data.train.num_clients + (data.unseen.num_clients if data.unseen is not None else 0)
 
 
 def plot_data(data: FederatedData, *, max_clients: int = 400, title: str | None = None) -> Figure:

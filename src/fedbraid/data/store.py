@@ -303,12 +303,10 @@ class StoreWriter:
                 files = self._splits[split]
                 same = split != "train" and list(files.index) == ids
                 entries[split] = files.close(same)
-        distinct = len(set().union(*(f.index for f in self._splits.values())))
         header = {
             "format": FORMAT,
             "version": VERSION,
             "name": self.name,
-            "clients": distinct,
             "info": self.info,
             "preprocess": self.preprocess.spec() if self.preprocess else [],
             "splits": entries,

@@ -17,10 +17,10 @@ __all__ = ["SYNTHETIC", "conditioned", "heterogeneous", "least_squares", "logist
 def least_squares(
     *, clients: int = 25, d: int = 100, size: int = 500, variance: float = 0.25, drift: float = 0.0, seed: int = 0
 ) -> FederatedData:
-    """FedSplit, App. B.1: ``b_j = A_j x0 + v_j``, standard normal designs, noise variance 0.25; fields x, y.
+    """FedSplit, App. B.1: ``b_j = A_j x0 + v_j``, standard normal designs, noise variance 0.25.
 
-    ``drift > 0`` gives client ``j`` its own solution ``x0 + drift u_j``, ``u_j`` standard normal: heterogeneity that the
-    paper's ensemble lacks. ``info["x0"]`` is the common part.
+    ``drift > 0`` gives client ``j`` its own solution ``x0 + drift u_j``, ``u_j`` standard normal: heterogeneity that
+    the paper's ensemble lacks. ``info["x0"]`` is the common part.
 
     >>> least_squares(clients=3, d=4, size=5).train.arrays["x"].shape
     (15, 4)
