@@ -1,5 +1,6 @@
 """fedbraid: federated optimization. Write an algorithm once; simulate, understand, tune and deploy it."""
 
+from fedbraid import algorithms, transforms
 from fedbraid.algorithms import *  # noqa: F403
 from fedbraid.algorithms import __all__ as _algorithms
 from fedbraid.core import MEAN, Aggregate, Algorithm, Down, Exchange, Reducer, Report, StructureError, Up
@@ -24,10 +25,12 @@ __all__ = [
     "Split",
     "StructureError",
     "Up",
+    "algorithms",
     "cost",
     "local_work",
     "masked_mean",
     "simulate",
+    "transforms",
     "use_cores",
     *_algorithms,
 ]

@@ -1,5 +1,7 @@
 """Federated algorithms, one file a family."""
 
+from fedbraid.algorithms.feddyn import feddyn
+from fedbraid.algorithms.fednova import fednova
 from fedbraid.algorithms.local_update import (
     fedadagrad,
     fedadam,
@@ -15,19 +17,36 @@ from fedbraid.algorithms.local_update import (
     minibatch_sgd,
     reptile,
 )
+from fedbraid.algorithms.mime import locmime, mime, mimelite
+from fedbraid.algorithms.mvr import mime_mvr, mimelite_mvr, server_only_mvr
+from fedbraid.algorithms.scaffold import scaffold
+from fedbraid.algorithms.server_only import server_only
 
 __all__ = [
     "fedadagrad",
     "fedadam",
     "fedavg",
     "fedavgm",
+    "feddyn",
+    "fednova",
     "fedprox",
     "fedsgd",
     "fedyogi",
     "fomaml",
     "local_update",
+    "locmime",
     "lookahead",
     "meta_minibatch_prox",
+    "mime",
+    "mime_mvr",
+    "mimelite",
+    "mimelite_mvr",
     "minibatch_sgd",
     "reptile",
+    "scaffold",
+    "server_only",
+    "server_only_mvr",
 ]
+
+ALGORITHMS = {name: globals()[name] for name in __all__}
+"""Every algorithm that a configuration can name, and its factory."""

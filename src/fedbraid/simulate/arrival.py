@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from fedbraid.core import check_number
 
-__all__ = ["Arrival", "bernoulli", "deadline", "everyone"]
+__all__ = ["Arrival", "bernoulli", "both", "deadline", "everyone"]
 
 Arrival = Callable[[Any, Any], Any]
 
@@ -48,5 +48,15 @@ def deadline(limit: Any, *, seconds_per_step: Any = 1.0, median: Any = 1.0, sigm
     def arrives(key: Any, steps: Any) -> Any:
         slow, late = jnp.exp(sigma * jax.random.normal(key, (2,)))
         return steps * seconds_per_step * slow + median * late <= limit
+
+    return arrives
+
+
+def both(first: Arrival, second: Arrival) -> Arrival:
+    """An upload arrives if it does under both models, which draw independently."""
+
+    def arrives(key: Any, steps: Any) -> Any:
+        a, b = jax.random.split(key)
+        return first(a, steps) & second(b, steps)
 
     return arrives

@@ -1,0 +1,158 @@
+"""``fedbraid run``: train what a configuration says."""
+
+from __future__ import annotations
+
+import datetime
+import json as json_
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+
+def command(
+    config: Annotated[Path | None, typer.Argument(help="TOML file; without one the embedded default runs")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value, such as algorithm.client_lr=0.05; may be repeated")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="run folder to make (default: runs/NAME-TIME)")] = None,
+    resume: Annotated[Path | None, typer.Option(help="run folder to continue")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress, no table")] = False,
+) -> None:
+    """Train a model as a configuration says; write a run folder with metrics, checkpoints and a picture."""
+    from fedbraid.experiment import ConfigError, load_config, run_config
+    from fedbraid.experiment.runfolder import reopen
+    from fedbraid.simulate import use_cores
+
+    if resume is not None:
+        if config is not None or settings or out is not None:
+            raise ConfigError("--resume takes everything from the run folder: leave out CONFIG, --set and --out")
+        loaded, folder = reopen(resume), resume
+    else:
+        loaded = load_config(config, settings or [])
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        folder = out if out is not None else Path("runs") / f"{loaded.algorithm.name}-{loaded.data.name}-{stamp}"
+    use_cores(loaded.engine.devices)
+
+    console = Console(stderr=True, highlight=False)
+    with _Watch(console, loaded.rounds, show=not (quiet or json)) as watch:
+        summary = run_config(
+            loaded, folder, resume=resume is not None, on_built=watch.built, on_progress=watch.progress
+        )
+    if json:
+        print(json_.dumps(summary))
+    elif not quiet:
+        _closing(Console(highlight=False), summary)
+    if not summary["finished"]:
+        console.print(f"stopped after round {summary['rounds']}; go on with: fedbraid run --resume {folder}")
+        sys.exit(130)
+
+
+class _Watch:
+    """The progress bar, and Ctrl-C: the first one ends the run after a checkpoint, the second at once."""
+
+    def __init__(self, console: Console, rounds: int, *, show: bool) -> None:
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            SpinnerColumn,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        self.console, self.show, self.stop = console, show, False
+        self.cost: Any = None
+        self.cohort = 0
+        self.bytes = 0.0
+        self.last: tuple[int, float] = (0, 0.0)
+        self.rate = 0.0
+        self.bar = Progress(
+            SpinnerColumn(),
+            TextColumn("round"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[news]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not show,
+        )
+        self.task = self.bar.add_task("", total=rounds, news="compiling")
+
+    def __enter__(self) -> _Watch:
+        self.before = signal.signal(signal.SIGINT, self._interrupt)
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+        signal.signal(signal.SIGINT, self.before)
+
+    def _interrupt(self, *_: object) -> None:
+        if self.stop:
+            raise KeyboardInterrupt
+        self.stop = True
+        self.bar.update(self.task, news="stopping after this round ...")
+
+    def built(self, experiment: Any) -> None:
+        config, data = experiment.config, experiment.data
+        if self.show:
+            self.console.print(
+                f"[bold]{config.algorithm.name}[/] on [bold]{config.data.name}[/]: {data.train.num_clients} clients, "
+                f"{data.train.num_examples:,} examples, model {config.model.name}, cohort {config.cohort}"
+            )
+
+    def progress(self, now: Any) -> bool:
+        before_round, before_seconds = self.last
+        if now.seconds > before_seconds and before_round:
+            self.rate = (now.round - before_round) / (now.seconds - before_seconds)
+        sent = sum(v for k, v in now.row.items() if "/bytes_" in k) * (now.round - before_round)
+        self.bytes += sent
+        self.last = (now.round, now.seconds)
+        loss = next((v for k, v in now.row.items() if k.endswith("/loss")), None)
+        news = [] if loss is None else [f"loss {loss:.3f}"]
+        if "test_accuracy" in now.row:
+            news.append(f"accuracy {now.row['test_accuracy']:.3f}")
+        if self.rate:
+            news.append(f"{self.rate:.1f} rounds/s")
+        news.append(size(self.bytes))
+        if not self.stop:
+            self.bar.update(self.task, completed=now.round, news="  ".join(news))
+        return self.stop
+
+
+def size(count: float) -> str:
+    """Bytes for people.
+
+    >>> size(12_345_678)
+    '12.3 MB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _closing(console: Console, summary: dict[str, Any]) -> None:
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    final = summary["final"]
+    rows = [
+        ("rounds", f"{summary['rounds']} in {summary['seconds']:.1f} s ({summary['rounds_per_second']:.1f} a second)"),
+        ("sent", f"{size(summary['bytes']['down'])} down, {size(summary['bytes']['up'])} up"),
+    ]
+    if "test_accuracy" in final:
+        clients = {word: final[f"test_accuracy_client_{word}"] for word in ("mean", "p10", "worst")}
+        spread = "clients: mean {mean:.3f}, 10th percentile {p10:.3f}, worst {worst:.3f}".format(**clients)
+        rows.append(("test accuracy", f"[bold]{final['test_accuracy']:.4f}[/]   ({spread})"))
+    if "test_loss" in final:
+        rows.append(("test loss", f"{final['test_loss']:.4f}"))
+    rows += [("picture", f"{summary['out']}/curves.png"), ("run folder", summary["out"])]
+    for row in rows:
+        table.add_row(*row)
+    console.print(table, soft_wrap=True)

@@ -1,0 +1,185 @@
+"""The configuration of a run: TOML in, checked, with a default for every key.
+
+Sections with a ``name`` (data, model, algorithm, transforms) take further keys as options of what is named; those are
+checked against the factory's own signature. Everything wrong is said before anything runs: the key, what was given,
+what is allowed, and the nearest valid name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedbraid.local import LocalOptions
+
+__all__ = ["Config", "ConfigError", "dump", "load_config", "options_of", "unknown"]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message names the key and the way out."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Named(BaseModel):
+    """A thing by its name, with options that depend on the name."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.__pydantic_extra__ or {})
+
+
+class Arrival(_Section):
+    """Which uploads arrive. ``drop``: lost at random. ``deadline``: stragglers past it are lost."""
+
+    drop: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    deadline: Annotated[float, Field(gt=0)] | None = None
+    seconds_per_step: Annotated[float, Field(ge=0)] = 1.0
+    latency_median: Annotated[float, Field(gt=0)] = 1.0
+    latency_sigma: Annotated[float, Field(ge=0)] = 0.5
+
+
+class Evaluation(_Section):
+    every: Annotated[int, Field(ge=1)] = 10
+
+
+class Engine(_Section):
+    """How it is computed; results do not depend on it beyond rounding."""
+
+    plan: Literal["auto", "sequential", "chunks"] = "auto"
+    chunk: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    devices: Annotated[int, Field(ge=1)] | None = None
+    data_in: Literal["auto", "device", "host"] = "auto"
+    states_in: str = "auto"
+
+
+class Checkpoint(_Section):
+    every: Annotated[int, Field(ge=1)] = 50
+
+
+class Config(_Section):
+    """One run."""
+
+    seed: Annotated[int, Field(ge=0)] = 0
+    rounds: Annotated[int, Field(ge=1)] = 200
+    cohort: Annotated[int, Field(ge=1)] | Literal["all"] = 10
+    data: Named = Named(name="digits")
+    model: Named = Named.model_validate({"name": "mlp", "hidden": [64]})
+    algorithm: Named = Named(name="fedavg")
+    transforms: tuple[Named, ...] = ()
+    arrival: Arrival = Arrival()
+    evaluation: Evaluation = Evaluation()
+    engine: Engine = Engine()
+    checkpoint: Checkpoint = Checkpoint()
+
+
+def unknown(what: str, given: str, allowed: Iterable[str]) -> str:
+    """The sentence for a name that does not exist: what is allowed, and the nearest."""
+    allowed = sorted(allowed)
+    near = difflib.get_close_matches(given, allowed, n=1, cutoff=0.5)
+    guess = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{what} {given!r} does not exist{guess} (there are: {', '.join(allowed)})"
+
+
+def options_of(factory: Callable, skip: Sequence[str] = ()) -> dict[str, Any]:
+    """The keyword options of a factory and their defaults; ``**local`` stands for the local options."""
+    options: dict[str, Any] = {}
+    for name, parameter in inspect.signature(factory).parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            if name == "local":
+                options |= dict.fromkeys(get_type_hints(LocalOptions))
+        elif parameter.kind is not inspect.Parameter.VAR_POSITIONAL:
+            options[name] = parameter.default
+    return {name: default for name, default in options.items() if name not in skip}
+
+
+def load_config(path: Path | None = None, settings: Sequence[str] = ()) -> Config:
+    """The configuration in a TOML file (default: the embedded one), changed by ``key.path=value`` settings.
+
+    >>> load_config(settings=["algorithm.name=fedprox", "algorithm.alpha=0.5", "rounds=7"]).algorithm.options
+    {'alpha': 0.5}
+    """
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            tree = tomllib.loads(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    for setting in settings:
+        _apply(tree, setting)
+    return parse(tree)
+
+
+def parse(tree: Mapping[str, Any]) -> Config:
+    """A checked configuration from a nested mapping."""
+    tree = dict(tree)
+    for section in ("data", "model", "algorithm"):  # `name` may be left out to set options of the default
+        given = tree.get(section)
+        default: Named = Config.model_fields[section].default
+        if isinstance(given, Mapping) and given.get("name", default.name) == default.name:
+            tree[section] = {"name": default.name, **default.options, **given}
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_sentence(e) for e in error.errors())) from None
+
+
+def _apply(tree: dict[str, Any], setting: str) -> None:
+    key, equals, text = setting.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"a setting reads key=value, such as algorithm.client_lr=0.05; got {setting!r}")
+    *parents, last = key.strip().split(".")
+    here = tree
+    for part in parents:
+        here = here.setdefault(part, {})
+        if not isinstance(here, dict):
+            raise ConfigError(f"{key.strip()!r}: {part!r} is a value, not a section")
+    try:
+        here[last] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        here[last] = text.strip()  # a bare word is a string
+
+
+def _fields_at(location: Sequence[Any]) -> list[str]:
+    model: Any = Config
+    for part in location:
+        annotation = model.model_fields[part].annotation if part in getattr(model, "model_fields", {}) else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return list(model.model_fields)
+
+
+def _sentence(error: Mapping[str, Any]) -> str:
+    location = [part for part in error["loc"] if isinstance(part, str | int)]
+    key = ".".join(map(str, location))
+    if error["type"] == "extra_forbidden":
+        parent = ".".join(map(str, location[:-1]))
+        return unknown(f"key in [{parent}]" if parent else "key", str(location[-1]), _fields_at(location[:-1]))
+    return f"{key} = {json.dumps(error['input'], default=str)}: {error['msg'].lower()}"
+
+
+def dump(config: Config) -> str:
+    """The configuration as TOML, every key written out: a run folder's ``config.toml``."""
+    import tomli_w
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {k: clean(v) for k, v in value.items() if v is not None}
+        return [clean(v) for v in value] if isinstance(value, list | tuple) else value
+
+    return tomli_w.dumps(clean(config.model_dump(mode="json")))

@@ -1,0 +1,91 @@
+"""One run from a configuration to a run folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedbraid.experiment import runfolder
+from fedbraid.experiment.build import Experiment, build, states_in
+from fedbraid.experiment.config import Config
+from fedbraid.experiment.plots import curves
+from fedbraid.simulate import Checkpoints, Progress, simulate
+
+__all__ = ["run_config"]
+
+
+def run_config(
+    config: Config,
+    out: Path,
+    *,
+    resume: bool = False,
+    on_built: Callable[[Experiment], None] | None = None,
+    on_progress: Callable[[Progress], bool | None] | None = None,
+) -> dict[str, Any]:
+    """Train what ``config`` says, write the run folder, and return its summary.
+
+    The folder must be new, or with ``resume`` one whose run was stopped. ``on_progress`` may return True to stop; the
+    summary's ``finished`` is then false and the run can be resumed.
+    """
+    experiment = build(config)  # whatever is wrong with the configuration is said before a folder is made
+    if not resume:
+        runfolder.create(out, config)
+    if on_built is not None:
+        on_built(experiment)
+    saved = out / runfolder.CHECKPOINTS
+    began = time.perf_counter()
+    result = simulate(
+        experiment.algorithm,
+        experiment.params,
+        experiment.data,
+        rounds=config.rounds,
+        cohort=None if config.cohort == "all" else config.cohort,
+        seed=config.seed,
+        metrics=experiment.metrics if experiment.data.test is not None else None,
+        eval_every=config.evaluation.every,
+        arrival=experiment.arrival,
+        plan=config.engine.plan,
+        chunk=config.engine.chunk,
+        devices=config.engine.devices,
+        data_in=config.engine.data_in,
+        states_in=states_in(config),
+        checkpoints=Checkpoints(saved, config.checkpoint.every, resume and saved.is_dir() and any(saved.iterdir())),
+        on_progress=on_progress,
+    )
+    jax.block_until_ready(result.params)
+    seconds = time.perf_counter() - began
+    table = runfolder.write_metrics(out, result)
+    what = f"{config.algorithm.name} on {config.data.name}"
+    title = f"{what}: {config.model.name}, cohort {config.cohort}, seed {config.seed}"
+    curves(table, title, out / runfolder.CURVES)
+    final = {name: float(np.asarray(column)[-1]) for name, column in result.evaluations.items() if name != "round"}
+    info = result.info
+    summary = {
+        "algorithm": config.algorithm.name,
+        "data": config.data.name,
+        "model": config.model.name,
+        "finished": info.stopped_at == config.rounds,
+        "rounds": info.stopped_at,
+        "seconds": seconds,
+        "rounds_per_second": info.stopped_at / seconds,
+        "final": final,
+        "bytes": {way: int(table[f"bytes_{way}"][-1]) for way in ("down", "up")},
+        "engine": {
+            "plan": info.plan.kind,
+            "devices": info.plan.devices,
+            "chunk": info.plan.chunk,
+            "streamed": info.streamed,
+            "local_steps": info.steps,
+            "masked_share": info.masked_share,
+            "imbalance": info.imbalance,
+        },
+        "params_sha256": runfolder.params_sha256(result.params),
+        "out": str(out),
+    }
+    runfolder.write_summary(out, summary)
+    return summary
