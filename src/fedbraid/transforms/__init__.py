@@ -1,6 +1,61 @@
-"""Transforms: Algorithm -> Algorithm."""
+"""Transforms, ``Algorithm -> Algorithm``: they stack, and every interpreter of an algorithm reads the result."""
 
-TRANSFORMS: dict = {}
-"""Every transform that a configuration can name, and its factory."""
+from collections.abc import Callable, Mapping
 
-__all__: list[str] = []
+from fedbraid.core import Algorithm
+from fedbraid.transforms.byzantine import attack, mark
+from fedbraid.transforms.compression import qsgd, quantize, top_k
+from fedbraid.transforms.elastic import elastic
+from fedbraid.transforms.privacy import adaptive_clip, clip, dp, epsilon, epsilon_by_round
+from fedbraid.transforms.robust import (
+    admit_if,
+    geometric_median,
+    krum,
+    median,
+    multi_krum,
+    norm_bound,
+    trimmed_mean,
+)
+
+__all__ = [
+    "TRANSFORMS",
+    "adaptive_clip",
+    "admit_if",
+    "attack",
+    "clip",
+    "dp",
+    "elastic",
+    "epsilon",
+    "epsilon_by_round",
+    "geometric_median",
+    "krum",
+    "mark",
+    "median",
+    "multi_krum",
+    "norm_bound",
+    "qsgd",
+    "quantize",
+    "top_k",
+    "trimmed_mean",
+]
+
+TRANSFORMS: Mapping[str, Callable[..., Algorithm]] = {
+    "adaptive_clip": adaptive_clip,
+    "attack": attack,
+    "clip": clip,
+    "dp": dp,
+    "elastic": elastic,
+    "geometric_median": geometric_median,
+    "krum": krum,
+    "median": median,
+    "multi_krum": multi_krum,
+    "norm_bound": norm_bound,
+    "qsgd": qsgd,
+    "quantize": quantize,
+    "top_k": top_k,
+    "trimmed_mean": trimmed_mean,
+}
+"""Transforms that a config can name: ``factory(algorithm, **options)``, with plain numbers and words as options.
+
+``elastic`` also takes the model's ``outputs``, which a config gets from its model.
+"""

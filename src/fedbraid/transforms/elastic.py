@@ -1,0 +1,226 @@
+"""Elastic aggregation: each parameter moves the less, the more the model's output depends on it.
+
+D. Chen, J. Hu, V. J. Tan, X. Wei, E. Wu. Elastic Aggregation for Federated Optimization. CVPR 2023, and its supplement.
+
+Before it trains, client k runs over a slice B_k of its examples, kept out of training, and measures at the server's
+model theta, without labels, how sensitive the output F is to each parameter i:
+
+    g = grad ||F(theta; x)||^2        momentum:  Omega_k <- mu Omega_k + (1 - mu) |g|   batch by batch, from 0
+                                      average:   Omega_k = sum |g| / |B_k|              (eq. 1)
+
+It uploads Omega_k beside its update; the server averages both with the same weights and scales the mean update by
+
+    zeta_i = 1 + tau - Omega_i / max_j Omega_j,
+
+the maximum being over all coordinates of all arrays; when it is 0 there is nothing to rank, and zeta = 1. The
+algorithm inside, whatever it is, receives zeta * pseudograd and moves along its negative: towards the clients' models.
+
+Sends: what the algorithm sends, and one array of the model's size up (FedAvg 2x becomes 3x). Keeps: nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedbraid.core import (
+    MEAN,
+    Aggregate,
+    Algorithm,
+    Down,
+    Exchange,
+    Reducer,
+    Report,
+    Up,
+    check_choice,
+    check_count,
+    check_number,
+    finite,
+    keep,
+)
+from fedbraid.local import MASK, Batches, ClientData, Fold, LocalWork, masked_mean
+from fedbraid.transforms.uploads import Decoding, averages, change_exchanges, refuse_sealed
+
+__all__ = ["elastic", "elasticity"]
+
+PyTree = Any
+
+
+class Sensed(NamedTuple):
+    """Up: the exchange's own aux, and the sensitivity of the output to every parameter."""
+
+    aux: PyTree
+    omega: PyTree
+
+
+class Sensing(NamedTuple):
+    """A client on its way over B_k."""
+
+    omega: PyTree
+    seen: Any
+
+
+def elasticity(omega: PyTree, tau: Any) -> PyTree:
+    """zeta = 1 + tau - Omega / max Omega, for all arrays together; 1 where nothing is sensitive.
+
+    >>> [float(z) for z in elasticity([jnp.array(4.0), jnp.array(1.0)], 0.5)]
+    [0.5, 1.25]
+    """
+    largest = jnp.max(jnp.stack([jnp.max(leaf) for leaf in jax.tree.leaves(omega)]))
+    unit = jnp.where(largest > 0, largest, 1)
+    return jax.tree.map(lambda o: jnp.where(largest > 0, 1 + tau - o / unit.astype(o.dtype), 1).astype(o.dtype), omega)
+
+
+def elastic(
+    alg: Algorithm,
+    outputs: Callable[[PyTree, dict], Any],
+    *,
+    tau: Any = 0.5,
+    mu: Any = 0.95,
+    sensitivity: Literal["momentum", "average"] = "momentum",
+    held_out: float = 0.1,
+    batch_size: int | None = 20,
+    exchange: str = "train",
+) -> Algorithm:
+    """Elastic aggregation over any algorithm with a "train" exchange.
+
+    outputs: ``(params, batch) -> F``, the model's outputs with the examples along the first axis.
+    tau: parameters of no influence move by 1 + tau, the most sensitive one by tau.
+    mu: of the momentum form. batch_size: examples per g; 1 with "average" is eq. 1 to the letter.
+    held_out: the share of a client's rows in B_k, its last ones; no exchange trains on them. A client's only row
+        serves both.
+
+    >>> from fedbraid.algorithms import fedavg
+    >>> alg = elastic(fedavg(lambda params, batch, key: jnp.sum(params**2)), lambda params, batch: batch["x"] @ params)
+    """
+    if not callable(outputs):
+        raise ValueError(f"outputs must be a function (params, batch) -> model outputs, got {outputs!r}")
+    check_number("tau", tau, low=0)
+    check_number("mu", mu, low=0, high=1, open_high=True)
+    check_choice("sensitivity", sensitivity, ("momentum", "average"))
+    check_number("held_out", held_out, low=0, high=1, open_low=True, open_high=True)
+    if batch_size is not None:
+        check_count("batch_size", batch_size)
+    sense = _sensing(outputs, mu, sensitivity, Batches(batch_size, epochs=1, shuffle=False, part=(1 - held_out, 1.0)))
+
+    def change(one: Exchange) -> Exchange:
+        refuse_sealed(one, "elastic")
+        return _receive_elastically(one._replace(client=_with_sense(one.client, sense)), tau)
+
+    rest = alg._replace(exchanges=tuple(e._replace(client=_on_the_rest(e.client, 1 - held_out)) for e in alg.exchanges))
+    return change_exchanges(rest, [exchange], change, argument="exchange")
+
+
+def _sensing(outputs: Callable, mu: Any, sensitivity: str, batches: Batches) -> Fold:
+    def size(params: PyTree, batch: dict) -> Any:
+        out = outputs(params, batch)
+        return masked_mean(jnp.sum(jnp.square(out.reshape(len(out), -1)), 1), batch[MASK])
+
+    def start(down: Down, state: PyTree, key: Any) -> Sensing:
+        return Sensing(jax.tree.map(jnp.zeros_like, down.params), jnp.zeros((), jnp.result_type(float)))
+
+    def step(at: Sensing, batch: dict, key: Any, down: Down) -> Sensing:
+        g = jax.grad(size)(down.params, batch)
+        if sensitivity == "momentum":
+            return Sensing(jax.tree.map(lambda o, g: mu * o + (1 - mu) * jnp.abs(g), at.omega, g), at.seen)
+        n = jnp.sum(batch[MASK])
+        return Sensing(
+            jax.tree.map(lambda o, g: o + n.astype(o.dtype) * jnp.abs(g), at.omega, g),
+            at.seen + n.astype(at.seen.dtype),
+        )
+
+    def finish(at: Sensing, down: Down, state: PyTree, n: Any) -> PyTree:
+        if sensitivity == "momentum":
+            return at.omega
+        return jax.tree.map(lambda o: o / at.seen.astype(o.dtype), at.omega)
+
+    return Fold(start, step, finish, batches)
+
+
+def _with_sense(client: Callable, sense: Fold) -> Callable:
+    """The client that reports its sensitivity too; a client cut into steps stays so."""
+
+    def add(report: Report, omega: PyTree) -> Report:
+        return report._replace(up=Up(report.up.pseudograd, Sensed(report.up.aux, omega)))
+
+    if isinstance(client, LocalWork):
+        inner = client.combine
+
+        def combine(results: tuple, down: PyTree, state: PyTree, key: Any) -> Report:
+            return add(inner(results[:-1], down, state, key), results[-1])
+
+        return LocalWork((*client.folds, sense), combine)
+
+    def opaque(down: Down, state: PyTree, data: ClientData, key: Any) -> Report:
+        return add(client(down, state, data, key), sense.run(down, state, data, key))
+
+    return opaque
+
+
+def _on_the_rest(client: Callable, share: float) -> Callable:
+    """The client on the first ``share`` of its rows."""
+    if isinstance(client, LocalWork):
+
+        def shorten(fold: Fold) -> Fold:
+            low, high = fold.batches.part
+            return fold._replace(batches=replace(fold.batches, part=(share * low, share * high)))
+
+        return replace(client, folds=tuple(map(shorten, client.folds)))
+    first = Batches(None, epochs=1, part=(0.0, share))
+    return lambda down, state, data, key: client(down, state, replace(data, size=first.bounds(data.size)[1]), key)
+
+
+def _receive_elastically(exchange: Exchange, tau: Any) -> Exchange:
+    reducer, reconcile = exchange.reducer, exchange.reconcile
+
+    def receive(server: PyTree, aggregate: Aggregate, key: Any) -> PyTree:
+        zeta = elasticity(aggregate.up.aux.omega, tau)
+        scaled = jax.tree.map(jnp.multiply, zeta, aggregate.up.pseudograd)
+        return exchange.receive(server, aggregate._replace(up=Up(scaled, aggregate.up.aux.aux)), key)
+
+    return exchange._replace(
+        receive=receive,
+        reducer=_averaged(reducer) if averages(reducer) else _beside(reducer),
+        reconcile=keep if reconcile is keep else lambda state, meant, got: reconcile(state, _bare(meant), _bare(got)),
+        admit=lambda up: exchange.admit(_bare(up)) & finite(up.aux.omega),
+    )
+
+
+def _bare(up: Up) -> Up:
+    return Up(up.pseudograd, up.aux.aux)
+
+
+def _averaged(reducer: Reducer) -> Reducer:
+    """Update and sensitivity averaged alike: still a mean, so that another rule may take its place."""
+    lift = reducer.lift
+    decodes = []
+    while isinstance(lift, Decoding):
+        decodes.append(lift.decode)
+        lift = lift.lift
+
+    def decode(up: Up) -> Up:
+        bare = _bare(up)
+        for one in decodes:
+            bare = one(bare)
+        return Up(bare.pseudograd, Sensed(bare.aux, up.aux.omega))
+
+    return reducer._replace(lift=Decoding(lift, decode)) if decodes else reducer
+
+
+def _beside(reducer: Reducer) -> Reducer:
+    """The exchange's own reduction, and the weighted mean of the sensitivities beside it."""
+
+    def lift(up: Up, weight: Any) -> tuple[PyTree, PyTree]:
+        return reducer.lift(_bare(up), weight), MEAN.lift(up.aux.omega, weight)
+
+    def finish(combined: tuple[PyTree, PyTree], weight: Any, count: Any) -> Up:
+        up, omega = reducer.finish(combined[0], weight, count), combined[1]
+        if reducer.gather:
+            omega = jax.tree.map(lambda leaf: jnp.sum(leaf, 0), omega)
+        return Up(up.pseudograd, Sensed(up.aux, MEAN.finish(omega, jnp.sum(weight), count)))
+
+    return Reducer(lift, finish, reducer.gather)

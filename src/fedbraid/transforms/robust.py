@@ -1,0 +1,278 @@
+"""Reductions that a minority of bad uploads cannot carry away.
+
+D. Yin, Y. Chen, K. Ramchandran, P. Bartlett. Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates.
+ICML 2018 (coordinate median, trimmed mean). K. Pillutla, S. Kakade, Z. Harchaoui. Robust Aggregation for Federated
+Learning. IEEE TSP 2022 (geometric median). P. Blanchard, E. M. El Mhamdi, R. Guerraoui, J. Stainer. Machine Learning
+with Adversaries. NeurIPS 2017 (Krum, multi-Krum). Z. Sun, P. Kairouz, A. T. Suresh, H. B. McMahan. Can You Really
+Backdoor Federated Learning? 2019 (norm bounding).
+
+    median             of every coordinate
+    trimmed_mean       of every coordinate, without the share ``trim`` of the uploads at each end
+    geometric_median   the point with the least sum of distances to the uploads, by Weiszfeld's iteration
+    krum, multi_krum   the upload (the mean of several) with the least sum of squared distances to its nearest others
+    norm_bound         the mean, after the server has scaled every upload down to a norm of at most ``bound``
+
+Rank rules see all uploads at once (a gather reducer) and give each one vote: weights are what clients claim, so they
+only say who is there. Uploads that did not arrive have weight 0 and are left out. What clients send is not changed.
+
+A rank rule over an algorithm whose clients keep what they uploaded is refused: SCAFFOLD's c is the mean of all c_i, and
+a median of their changes is not the change of their mean. Norm bounding is done upload by upload, so a client can
+follow it (``reconcile``), and any algorithm may have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fedbraid.core import Algorithm, Exchange, Reducer, check_count, check_number, keep
+from fedbraid.transforms.codes import scaled
+from fedbraid.transforms.uploads import (
+    Decoding,
+    averages,
+    change_exchanges,
+    check_bound,
+    norm,
+    recode,
+    refuse_sealed,
+)
+
+__all__ = [
+    "admit_if",
+    "geometric_median",
+    "krum",
+    "median",
+    "multi_krum",
+    "norm_bound",
+    "trimmed_mean",
+]
+
+PyTree = Any
+Rule = Callable[[PyTree, Any, Any], PyTree]  # (stacked uploads, who is there, how many) -> one upload
+
+
+def _by_rule(name: str, alg: Algorithm, rule: Rule, exchanges: Sequence[str] | None) -> Algorithm:
+    def finish(stacked: PyTree, weight: Any, count: Any) -> PyTree:
+        del count
+        there = weight > 0
+        return rule(stacked, there, jnp.sum(there))
+
+    def change(exchange: Exchange) -> Exchange:
+        refuse_sealed(exchange, name)
+        if exchange.reconcile is not keep:
+            raise ValueError(
+                f"{name} over exchange {exchange.name!r} would part the server from its clients: they keep what they "
+                "uploaded, and only a mean of the uploads agrees with the mean of what is kept (as in c = mean c_i). "
+                "norm_bound works upload by upload and can be used"
+            )
+        if not averages(exchange.reducer):
+            raise ValueError(
+                f"{name} takes the place of the mean, but exchange {exchange.name!r} does not average its uploads: its "
+                "own reduction would be lost"
+            )
+        return exchange._replace(reducer=Reducer(_behind(exchange.reducer.lift), finish, gather=True))
+
+    return change_exchanges(alg, exchanges, change)
+
+
+def _behind(lift: Callable) -> Callable:
+    """The lift that keeps uploads apart, behind the same decodings."""
+    return Decoding(_behind(lift.lift), lift.decode) if isinstance(lift, Decoding) else _plain
+
+
+def _plain(up: PyTree, weight: Any) -> PyTree:
+    del weight
+    return up
+
+
+# --- coordinate by coordinate ----------------------------------------------------------------------------------------
+
+
+def _column(mask: Any, leaf: Any) -> Any:
+    return mask.reshape(-1, *[1] * (leaf.ndim - 1))
+
+
+def _sorted(leaf: Any, there: Any) -> Any:
+    """Every coordinate's values in order, those of absent uploads last."""
+    return jnp.sort(jnp.where(_column(there, leaf), leaf, jnp.inf), axis=0)
+
+
+def _trimmed(stacked: PyTree, there: Any, cut: Any, n: Any) -> PyTree:
+    """The mean of every coordinate without its ``cut`` least and greatest values; 0 if nobody is there."""
+    place = jnp.arange(len(there))
+    used = (place >= cut) & (place < n - cut)
+
+    def one(leaf: Any) -> Any:
+        kept = jnp.where(_column(used, leaf), _sorted(leaf, there), 0)
+        return jnp.sum(kept, 0) / jnp.maximum(n - 2 * cut, 1).astype(leaf.dtype)
+
+    return jax.tree.map(one, stacked)
+
+
+def median(alg: Algorithm, *, exchanges: Sequence[str] | None = None) -> Algorithm:
+    """The median of every coordinate; the mean of the middle two when their number is even.
+
+    >>> from fedbraid.algorithms import fedavg
+    >>> alg = median(fedavg(lambda params, batch, key: jnp.sum(params**2)))
+    >>> alg.exchanges[0].reducer.gather
+    True
+    """
+    return _by_rule("median", alg, _median, exchanges)
+
+
+def _median(stacked: PyTree, there: Any, n: Any) -> PyTree:
+    return _trimmed(stacked, there, jnp.maximum(n - 1, 0) // 2, n)
+
+
+def trimmed_mean(alg: Algorithm, *, trim: Any = 0.2, exchanges: Sequence[str] | None = None) -> Algorithm:
+    """The mean of every coordinate without the share ``trim`` of the uploads at each end, rounded up; 0 trims nothing.
+
+    >>> from fedbraid.algorithms import fedavg
+    >>> alg = trimmed_mean(fedavg(lambda params, batch, key: jnp.sum(params**2)), trim=0.3)
+    """
+    check_number("trim", trim, low=0, high=0.5, open_high=True)
+
+    def rule(stacked: PyTree, there: Any, n: Any) -> PyTree:
+        cut = jnp.minimum(jnp.ceil(trim * n - 1e-6).astype(n.dtype), jnp.maximum(n - 1, 0) // 2)
+        return _trimmed(stacked, there, cut, n)
+
+    return _by_rule("trimmed_mean", alg, rule, exchanges)
+
+
+# --- by distances between whole uploads ------------------------------------------------------------------------------
+
+
+def _squared_norms(stacked: PyTree) -> Any:
+    return sum(jnp.sum(leaf.reshape(len(leaf), -1) ** 2, 1) for leaf in jax.tree.leaves(stacked))
+
+
+def _mean_of(stacked: PyTree, weights: Any) -> PyTree:
+    total = jnp.sum(weights)
+    share = weights / jnp.where(total > 0, total, 1)
+    return jax.tree.map(lambda leaf: jnp.sum(_column(share, leaf).astype(leaf.dtype) * leaf, 0), stacked)
+
+
+def geometric_median(alg: Algorithm, *, iterations: int = 32, exchanges: Sequence[str] | None = None) -> Algorithm:
+    """The point with the least sum of distances to the uploads, by ``iterations`` of Weiszfeld from the median.
+
+    >>> from fedbraid.algorithms import fedavg
+    >>> alg = geometric_median(fedavg(lambda params, batch, key: jnp.sum(params**2)))
+    """
+    check_count("iterations", iterations)
+
+    def rule(stacked: PyTree, there: Any, n: Any) -> PyTree:
+        def distances(point: PyTree) -> Any:
+            return jnp.sqrt(_squared_norms(jax.tree.map(lambda leaf, p: leaf - p, stacked, point)))
+
+        first = _median(stacked, there, n)
+        far = jnp.max(jnp.where(there, distances(first), 0))
+        # Weiszfeld's weights 1 / distance blow up at an upload: no distance counts as less than this share of the
+        # largest one, which smooths the objective by as little
+        least = jnp.where(far > 0, far, 1) * jnp.sqrt(jnp.finfo(far.dtype).eps)
+
+        def step(_: Any, point: PyTree) -> PyTree:
+            return _mean_of(stacked, there / jnp.maximum(distances(point), least))
+
+        return jax.lax.fori_loop(0, iterations, step, first)
+
+    return _by_rule("geometric_median", alg, rule, exchanges)
+
+
+def krum(alg: Algorithm, *, fraction: Any = 0.2, exchanges: Sequence[str] | None = None) -> Algorithm:
+    """The one upload that is nearest to its neighbours, ``fraction`` being the share of bad uploads to withstand.
+
+    Of n uploads, f = ceil(fraction n) may be bad; an upload's score is the sum of its squared distances to the
+    n - f - 2 nearest others (at least one). The guarantee needs n > 2 f + 2. Equal scores are averaged, so that the
+    order of the cohort does not matter.
+
+    >>> from fedbraid.algorithms import fedavg
+    >>> alg = krum(fedavg(lambda params, batch, key: jnp.sum(params**2)), fraction=0.2)
+    """
+    return _krum("krum", alg, fraction, None, exchanges)
+
+
+def multi_krum(
+    alg: Algorithm, *, fraction: Any = 0.2, keep: Any = None, exchanges: Sequence[str] | None = None
+) -> Algorithm:
+    """The mean of the uploads with the best Krum scores: a share ``keep`` of them, by default all but the bad ones.
+
+    >>> from fedbraid.algorithms import fedavg
+    >>> alg = multi_krum(fedavg(lambda params, batch, key: jnp.sum(params**2)), fraction=0.2, keep=0.5)
+    """
+    kept = 1 - fraction if keep is None else check_number("keep", keep, low=0, high=1, open_low=True)
+    return _krum("multi_krum", alg, fraction, kept, exchanges)
+
+
+def _krum(name: str, alg: Algorithm, fraction: Any, kept: Any, exchanges: Sequence[str] | None) -> Algorithm:
+    check_number("fraction", fraction, low=0, high=0.5, open_high=True)
+
+    def rule(stacked: PyTree, there: Any, n: Any) -> PyTree:
+        bad = jnp.ceil(fraction * n - 1e-6).astype(n.dtype)
+        scores = _krum_scores(stacked, there, jnp.maximum(n - bad - 2, 1))
+        many = 1 if kept is None else jnp.maximum(jnp.floor(kept * n + 1e-6).astype(n.dtype), 1)
+        last = jnp.sort(scores)[many - 1]
+        return _mean_of(stacked, (there & (scores <= last * (1 + 1e-5))).astype(last.dtype))
+
+    return _by_rule(name, alg, rule, exchanges)
+
+
+def _krum_scores(stacked: PyTree, there: Any, neighbours: Any) -> Any:
+    """Each upload's sum of squared distances to its nearest others; infinite for absent ones."""
+    n = len(there)
+    centre = _median(stacked, there, jnp.sum(there))  # distances much below the norms would drown in rounding
+    rows = jnp.concatenate(
+        [(leaf - c).reshape(n, -1) for leaf, c in zip(*map(jax.tree.leaves, (stacked, centre)), strict=True)], 1
+    )
+    squares = jnp.sum(rows**2, 1)
+    inner = jnp.matmul(rows, rows.T, precision=jax.lax.Precision.HIGHEST)
+    distances = jnp.maximum(squares[:, None] + squares[None, :] - 2 * inner, 0)
+    others = there[None, :] & ~jnp.eye(n, dtype=bool)
+    nearest = jnp.sort(jnp.where(others, distances, jnp.inf), 1)
+    used = (jnp.arange(n) < neighbours) & jnp.isfinite(nearest)
+    return jnp.where(there, jnp.sum(jnp.where(used, nearest, 0), 1), jnp.inf)
+
+
+# --- upload by upload ------------------------------------------------------------------------------------------------
+
+
+def norm_bound(alg: Algorithm, *, bound: Any = 1.0, exchanges: Sequence[str] | None = None) -> Algorithm:
+    """The server scales every upload down to a norm of at most ``bound``, whatever its client did or claims.
+
+    Unlike ``clip`` nothing is asked of the clients, so an attacker cannot leave it out; honest clients know the rule
+    and keep their states in step with it.
+
+    >>> from fedbraid.algorithms import fedavg
+    >>> alg = norm_bound(fedavg(lambda params, batch, key: jnp.sum(params**2)), bound=2.0)
+    """
+    check_bound("bound", bound)
+
+    def decode(up: PyTree) -> PyTree:
+        size = norm(up)
+        return scaled(up, jnp.minimum(1, bound / jnp.where(size == 0, 1, size)))
+
+    def change(exchange: Exchange) -> Exchange:
+        refuse_sealed(exchange, "norm_bound")
+        return recode(exchange, lambda up, down, key: up, decode)
+
+    return change_exchanges(alg, exchanges, change)
+
+
+def admit_if(
+    alg: Algorithm, predicate: Callable[[PyTree], Any], *, exchanges: Sequence[str] | None = None
+) -> Algorithm:
+    """Uploads for which ``predicate(up)`` is False count as not arrived, beside those refused already.
+
+    Every exchange refuses uploads that are not finite unless it says otherwise (:func:`fedbraid.core.finite`).
+
+    >>> from fedbraid.algorithms import fedavg
+    >>> from fedbraid.transforms.uploads import norm
+    >>> alg = admit_if(fedavg(lambda params, batch, key: jnp.sum(params**2)), lambda up: norm(up) < 10.0)
+    """
+
+    def change(exchange: Exchange) -> Exchange:
+        return exchange._replace(admit=lambda up: exchange.admit(up) & predicate(up))
+
+    return change_exchanges(alg, exchanges, change)
