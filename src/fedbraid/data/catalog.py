@@ -276,8 +276,5 @@ CATALOG: Mapping[str, Entry] = {
         "70,000 pieces of clothing of 28x28; partitioned",
         "apt-get install dataset-fashion-mnist (read from /usr/share/datasets/fashion-mnist)",
     ),
-    **{
-        name: Entry(_synthetic(function), {}, (function.__doc__ or "").split("\n")[0])
-        for name, function in SYNTHETIC.items()
-    },
+    **{name: Entry(_synthetic(function), {}, about) for name, (function, about) in SYNTHETIC.items()},
 }

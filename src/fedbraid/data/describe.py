@@ -86,6 +86,7 @@ def plot_data(data: FederatedData, *, max_clients: int = 400, title: str | None 
     Clients are sorted by their most frequent label, so that skew shows as blocks along the diagonal; beyond
     ``max_clients`` an even sample of them is drawn. Without labels only the sizes are shown.
     """
+    from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
 
     counts, sizes = client_label_counts(data.train), data.train.sizes
@@ -101,8 +102,9 @@ def plot_data(data: FederatedData, *, max_clients: int = 400, title: str | None 
         order = np.lexsort((-own.max(1), own.argmax(1)))
         if many:
             order = order[np.linspace(0, len(order) - 1, max_clients).astype(int)]
+        norm = PowerNorm(0.5, vmin=0, vmax=1)  # shares are small when there are many labels
         image = left.imshow(
-            own[order].T, aspect="auto", cmap="cividis", vmin=0, vmax=1, interpolation="nearest", origin="lower"
+            own[order].T, aspect="auto", cmap="cividis", norm=norm, interpolation="nearest", origin="lower"
         )
         left.set_xlabel(
             "client, by most frequent label" + (f" (every {len(sizes) / max_clients:.0f}th)" if many else "")

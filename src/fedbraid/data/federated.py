@@ -139,6 +139,14 @@ class FederatedData:
         return len(test.ids) == len(ids) and all(a == b for a, b in zip(test.ids, ids, strict=True))
 
     @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of one example as a model sees it, after preprocessing (which may crop, flatten or add features)."""
+        batch: Mapping[str, Any] = {name: np.asarray(array[:1]) for name, array in self.train.arrays.items()}
+        if self.preprocess is not None:
+            batch = self.preprocess(batch, None, False)
+        return {name: tuple(array.shape[1:]) for name, array in batch.items()}
+
+    @property
     def splits(self) -> dict[str, Split]:
         """The splits there are, by name."""
         named = {"train": self.train, "test": self.test, "validation": self.validation, "unseen": self.unseen}

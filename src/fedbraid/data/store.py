@@ -377,9 +377,11 @@ def write_store(path: str | os.PathLike[str], data: FederatedData, *, overwrite:
         path, name=data.name, info=data.info, preprocess=preprocess, shuffle=None, overwrite=overwrite
     ) as writer:
         for name, split in data.splits.items():
+            # without ids, a split with as many clients as train is by the same ones; another is by others
+            prefix = "" if split.num_clients == data.train.num_clients and name != "unseen" else f"{name}-"
             for i in range(split.num_clients):
                 if split.offsets[i + 1] > split.offsets[i] or name == "train":
-                    client = split.ids[i] if len(split.ids) else f"{i:06d}"
+                    client = str(split.ids[i]) if len(split.ids) else f"{prefix}{i:06d}"
                     writer.add(name, client, split.client(i))
 
 

@@ -191,10 +191,10 @@ def _data(name: str, rows: list[dict[str, Any]], info: Mapping[str, Any]) -> Fed
     return FederatedData(Split.from_clients(rows), None, name, {**source, **info})
 
 
-SYNTHETIC: Mapping[str, Callable[..., FederatedData]] = {
-    "synthetic-least-squares": least_squares,
-    "synthetic-conditioned": conditioned,
-    "synthetic-logistic": logistic,
-    "synthetic-heterogeneous": heterogeneous,
-    "synthetic-sentences": sentences_data,
+SYNTHETIC: Mapping[str, tuple[Callable[..., FederatedData], str]] = {
+    "synthetic-least-squares": (least_squares, "least squares with standard normal designs (FedSplit, B.1)"),
+    "synthetic-conditioned": (conditioned, "least squares with a given condition number (FedSplit, B.3)"),
+    "synthetic-logistic": (logistic, "binary labels of a logistic model (FedSplit, B.2.1)"),
+    "synthetic-heterogeneous": (heterogeneous, "Synthetic(alpha, beta): models and inputs apart (FedProx)"),
+    "synthetic-sentences": (sentences_data, "next word, StackOverflow-shaped"),
 }

@@ -1,0 +1,350 @@
+"""``fedbraid data``: what there is, raw files into stores, partitions, summaries and pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(help="Federated data: list, import, partition, inspect, plot.", no_args_is_help=True)
+importing = typer.Typer(help="Read raw files of a published format into a store.", no_args_is_help=True)
+app.add_typer(importing, name="import")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Store = Annotated[Path, typer.Option("--out", help="The store to write (a new folder).")]
+Source = Annotated[str, typer.Argument(metavar="STORE|NAME", help="A store, a catalog name, or raw files.")]
+PathOption = Annotated[str | None, typer.Option("--path", help="The store or raw files of a catalog name.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="An option of the set, as in a config; repeatable."),
+]
+Name = Annotated[str | None, typer.Option("--name", help="The set's catalog name, such as fashion-mnist.")]
+Seed = Annotated[int, typer.Option(help="Seed of the shuffle within each client.")]
+DropEmpty = Annotated[bool, typer.Option("--drop-empty", help="Leave clients without examples out.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing store.")]
+Classes = Annotated[int | None, typer.Option(help="Number of labels; others are refused.")]
+Pixels = Annotated[str, typer.Option(help="uint8 (checked to lose nothing) or keep.")]
+
+
+@app.command("list")
+def list_command(as_json: Json = False) -> None:
+    """The data sets that configs can name."""
+    from fedbraid.data.catalog import CATALOG
+    from fedbraid.data.partition import PARTITIONERS
+
+    if as_json:
+        sets = {
+            name: {
+                "about": entry.about,
+                "defaults": dict(entry.defaults),
+                "needs_path": bool(entry.get),
+                "get": entry.get,
+            }
+            for name, entry in CATALOG.items()
+        }
+        return _print_json({"sets": sets, "partitions": [*PARTITIONERS, "natural"]})
+    width = max(map(len, CATALOG))
+    for name, entry in CATALOG.items():
+        print(f"{name:<{width}}  {entry.about}")
+        if entry.get:
+            print(f"{'':<{width}}    {entry.get}")
+    print(f"partitions: {', '.join([*PARTITIONERS, 'natural'])}")
+
+
+@app.command("inspect")
+def inspect_command(
+    source: Source,
+    path: PathOption = None,
+    settings: Settings = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Read a store's files and compare their checksums.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Clients, examples, shapes, labels and sizes of a store or of a data set by name."""
+    from fedbraid.data.catalog import CATALOG
+    from fedbraid.data.describe import summarize_data
+    from fedbraid.data.published import differences
+    from fedbraid.data.store import is_store
+    from fedbraid.data.store import verify as verify_store
+
+    summary: dict[str, Any] = {}
+    if verify:
+        store = source if is_store(source) else path
+        if store is None or not is_store(store):
+            raise ValueError("--verify checks a store; name its folder")
+        summary["verified_bytes"] = verify_store(store)
+    data = _load(source, path, settings)
+    summary = {**summarize_data(data), **summary}
+    notes = differences(data.name, data, natural=not data.info.get("plain")) if source not in CATALOG else []
+    summary["notes"] = notes
+    if as_json:
+        return _print_json(summary)
+    _print_summary(summary)
+
+
+@app.command("partition")
+def partition_command(
+    source: Source,
+    by: Annotated[str, typer.Option("--by", help="iid, log-normal, dirichlet, shards or pachinko.")],
+    out: Store,
+    path: PathOption = None,
+    clients: Annotated[int | None, typer.Option(help="How many clients.")] = None,
+    alpha: Annotated[float | None, typer.Option(help="Dirichlet parameter (pachinko: of the coarse labels).")] = None,
+    beta: Annotated[float | None, typer.Option(help="Pachinko's Dirichlet parameter of the fine labels.")] = None,
+    per: Annotated[str | None, typer.Option(help="Dirichlet per class or per client.")] = None,
+    sigma: Annotated[float | None, typer.Option(help="Spread of log-normal sizes.")] = None,
+    per_client: Annotated[int | None, typer.Option(help="Shards, and so labels, a client.")] = None,
+    size: Annotated[int | None, typer.Option(help="Pachinko's examples a client.")] = None,
+    min_size: Annotated[int | None, typer.Option(help="Fewest examples a client may have.")] = None,
+    test_fraction: Annotated[
+        float | None, typer.Option(help="Held out of each client, if there is no test set.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the partition.")] = 0,
+    overwrite: Overwrite = False,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Write a picture (.png, .pdf or .svg).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Split a set over clients and write the result as a store."""
+    from fedbraid.data.catalog import CATALOG, load, repartition
+    from fedbraid.data.describe import summarize_data
+    from fedbraid.data.importing import open_source
+    from fedbraid.data.store import open_store, write_store
+
+    given = {
+        "clients": clients,
+        "alpha": alpha,
+        "beta": beta,
+        "per": per,
+        "sigma": sigma,
+        "per_client": per_client,
+        "size": size,
+        "min_size": min_size,
+        "test_fraction": test_fraction,
+    }
+    options: dict[str, Any] = {"partition": by, "seed": seed, **{k: v for k, v in given.items() if v is not None}}
+    if source in CATALOG:
+        data = load(source, **({"path": path} if path else {}), **options)
+    else:
+        data = repartition(open_source(source), **options)
+    write_store(out, data, overwrite=overwrite)
+    summary = summarize_data(open_store(out))
+    summary["store"] = str(out)
+    if plot is not None:
+        summary["picture"] = _save(data, plot)
+    if as_json:
+        return _print_json(summary)
+    _print_summary(summary)
+
+
+@app.command("plot")
+def plot_command(
+    source: Source,
+    out: Annotated[Path, typer.Option("--out", help="The picture to write (.png, .pdf or .svg).")] = Path("data.png"),
+    path: PathOption = None,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Draw clients x labels and the clients' sizes."""
+    data = _load(source, path, settings)
+    picture = _save(data, out)
+    if as_json:
+        return _print_json({"picture": picture, "clients": data.train.num_clients, "examples": data.train.num_examples})
+    print(f"wrote {picture}")
+
+
+# ---------------------------------------------------------------- import
+
+
+@importing.command("tff")
+def import_tff(
+    files: Annotated[list[Path], typer.Argument(help="HDF5 or SQLite files, a folder of them, or their archive.")],
+    out: Store,
+    name: Name = None,
+    words: Annotated[int, typer.Option(help="StackOverflow: size of the vocabulary.")] = 10_000,
+    length: Annotated[int, typer.Option(help="StackOverflow: words a sentence.")] = 20,
+    vocabulary: Annotated[
+        Path | None, typer.Option(help="StackOverflow: one word a line, most frequent first.")
+    ] = None,
+    pixels: Pixels = "uint8",
+    seed: Seed = 0,
+    drop_empty: DropEmpty = False,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """TensorFlow Federated: EMNIST, CIFAR-100, Shakespeare, StackOverflow, or any set in its formats."""
+    options = {"words": words, "length": length, "vocabulary": vocabulary, "pixels": pixels}
+    _import("tff", files, out, as_json, name=name, seed=seed, drop_empty=drop_empty, overwrite=overwrite, **options)
+
+
+@importing.command("leaf")
+def import_leaf(
+    folder: Annotated[Path, typer.Argument(help="A folder with LEAF's train and test folders, or its archive.")],
+    out: Store,
+    name: Name = None,
+    classes: Classes = None,
+    pixels: Pixels = "uint8",
+    seed: Seed = 0,
+    drop_empty: DropEmpty = False,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """LEAF's JSON files, also gzipped."""
+    options = {"pixels": pixels, "classes": classes}
+    _import("leaf", [folder], out, as_json, name=name, seed=seed, drop_empty=drop_empty, overwrite=overwrite, **options)
+
+
+@importing.command("idx")
+def import_idx(
+    folder: Annotated[Path, typer.Argument(help="A folder with MNIST-style IDX files, or its archive.")],
+    out: Store,
+    name: Name = None,
+    clients: Annotated[Path | None, typer.Option(help="One client id a train row, such as QMNIST's labels.")] = None,
+    test_clients: Annotated[Path | None, typer.Option(help="One client id a test row.")] = None,
+    classes: Classes = None,
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """MNIST, Fashion-MNIST, EMNIST ... in their own IDX files."""
+    options = {"clients": clients, "test_clients": test_clients, "classes": classes}
+    _import("idx", [folder], out, as_json, name=name, seed=seed, overwrite=overwrite, **options)
+
+
+@importing.command("cifar")
+def import_cifar(
+    folder: Annotated[Path, typer.Argument(help="The folder or tar.gz of CIFAR's python or binary version.")],
+    out: Store,
+    name: Name = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """CIFAR-10 and CIFAR-100, python and binary batches."""
+    _import("cifar", [folder], out, as_json, name=name, overwrite=overwrite)
+
+
+@importing.command("folder")
+def import_folder(
+    folder: Annotated[Path, typer.Argument(help="train/<class>/*.png and test/<class>/*.png, or <class>/*.png.")],
+    out: Store,
+    name: Name = None,
+    use_validation: Annotated[bool, typer.Option("--use-validation", help="Add the valid folder to train.")] = False,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Images in folders by class, such as CINIC-10."""
+    _import("folder", [folder], out, as_json, name=name, overwrite=overwrite, use_validation=use_validation)
+
+
+@importing.command("parquet")
+def import_parquet(
+    files: Annotated[list[Path], typer.Argument(help="Parquet or Arrow files, or folders (Hugging Face's too).")],
+    out: Store,
+    client: Annotated[str | None, typer.Option(help="The column that names the client.")] = None,
+    label: Annotated[str | None, typer.Option(help="The column that becomes y.")] = None,
+    features: Annotated[str | None, typer.Option(help="The columns that become x, separated by commas.")] = None,
+    test: Annotated[list[Path] | None, typer.Option(help="Files of the test split; repeatable.")] = None,
+    name: Name = None,
+    classes: Classes = None,
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Tables with a client column: Parquet, Arrow, Hugging Face."""
+    chosen = [f.strip() for f in features.split(",") if f.strip()] if features else []
+    options = {"client": client, "label": label, "features": chosen, "test": test or [], "classes": classes}
+    _import("parquet", files, out, as_json, name=name, seed=seed, overwrite=overwrite, **options)
+
+
+@importing.command("npz")
+def import_npz(
+    file: Annotated[Path, typer.Argument(help="A NumPy archive: x, y and client, or x_train, y_train ...")],
+    out: Store,
+    name: Name = None,
+    classes: Classes = None,
+    seed: Seed = 0,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """NumPy archives."""
+    _import("npz", [file], out, as_json, name=name, seed=seed, overwrite=overwrite, classes=classes)
+
+
+# ---------------------------------------------------------------- shared
+
+
+def _import(kind: str, paths: list[Path], out: Path, as_json: bool, **options: Any) -> None:
+    from fedbraid.data.importing import import_data
+
+    report = import_data(kind, paths, out, **options)
+    summary = {**report.summary, "store": str(report.path), "notes": report.notes}
+    if as_json:
+        return _print_json(summary)
+    _print_summary(summary)
+
+
+def _load(source: str, path: str | None, settings: list[str] | None) -> Any:
+    from fedbraid.data.catalog import CATALOG, load
+    from fedbraid.data.importing import open_source
+    from fedbraid.data.store import is_store
+
+    options = _settings(settings)
+    if path is not None:
+        options["path"] = path
+    if source in CATALOG or is_store(source):
+        if options or source in CATALOG:
+            return load(source, **options)
+        return open_source(source)
+    if Path(source).exists():
+        return open_source(source)
+    return load(source, **options)  # which names what there is
+
+
+def _settings(settings: list[str] | None) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for setting in settings or []:
+        key, sign, value = setting.partition("=")
+        if not sign or not key:
+            raise ValueError(f"--set takes KEY=VALUE, got {setting!r}")
+        try:
+            options[key] = json.loads(value)
+        except json.JSONDecodeError:
+            options[key] = value  # a bare word
+    return options
+
+
+def _save(data: Any, out: Path) -> str:
+    from fedbraid.data.describe import plot_data
+
+    if out.suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise ValueError(f"--out must end in .png, .pdf or .svg, got {out}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    plot_data(data).savefig(out, dpi=150)
+    return str(out)
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value))
+
+
+def _print_summary(summary: dict[str, Any]) -> None:
+    print(f"{summary['name']}: {summary['clients']:,} clients, {summary['bytes'] / 1e6:,.1f} MB")
+    for name, split in summary["splits"].items():
+        sizes = split["sizes"]
+        spread = f"{sizes['min']:,} to {sizes['max']:,} each, median {sizes['median']:,g}"
+        print(f"  {name:<11} {split['examples']:>12,} examples of {split['clients']:,} clients ({spread})")
+    for field, shape in summary["shapes"].items():
+        kind = "text" if shape == "text" else f"{summary['types'][field]} {shape}"
+        print(f"  field {field}: {kind}")
+    if summary.get("labels"):
+        skew = ""
+        if "labels_per_client" in summary:
+            skew = f"; {summary['labels_per_client']:.1f} a client, divergence {summary['label_divergence']:.3f}"
+        print(f"  labels: {summary['labels']}{skew}")
+    for note in summary.get("notes", []):
+        print(f"  note: {note}")
+    for key in ("store", "picture"):
+        if key in summary:
+            print(f"wrote {summary[key]}")
+    if "verified_bytes" in summary:
+        print(f"verified {summary['verified_bytes']:,} bytes")
