@@ -43,6 +43,7 @@ def dense(params: Dense, x: Array) -> Array:
 
 def as_floats(x: Array, shape: Sequence[int]) -> Array:
     """[B, ...] as floats of shape [B, *shape]; whole numbers of one byte are pixels and become 0 to 1."""
+    x = jnp.asarray(x)
     if x.dtype == jnp.uint8:
         x = x.astype(jnp.float32) / 255
     elif not jnp.issubdtype(x.dtype, jnp.floating):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from fedbraid.models.layers import as_floats, conv2d, dense, dense_init, glorot_uniform, max_pool
 from fedbraid.models.model import Array, Model, check_sizes, score_classes, supervised
 
-STAGES = ((64, 1), (128, 2), (256, 2), (512, 2))  # channels and first stride; two blocks of two convolutions each
+STRIDES = (1, 1, 2, 1, 2, 1, 2, 1)  # of the eight blocks; a stride of 2 doubles the channels
 
 
 def resnet18_gn(
@@ -24,6 +24,7 @@ def resnet18_gn(
     *,
     image: tuple[int, ...] = (24, 24, 3),
     groups: int = 2,
+    width: int = 64,
     stem: Literal["small", "large"] = "small",
 ) -> Model:
     """Residual network of 18 layers with group normalisation; ``x`` [B, *image], ``y`` [B] in 0 .. classes - 1.
@@ -32,6 +33,7 @@ def resnet18_gn(
         classes: the number of labels.
         image: (height, width, channels); 24x24x3 are the cropped images of federated CIFAR-100.
         groups: groups of channels normalised together.
+        width: channels of the first blocks, doubled three times.
         stem: ``"small"`` starts with a 3x3 convolution at full size, as is usual for 32x32 images; ``"large"`` with a
             7x7 one of stride 2 and a max pool of 2, much as for ImageNet: a sixteenth of the work.
 
@@ -40,25 +42,25 @@ def resnet18_gn(
     >>> sum(leaf.size for leaf in jax.tree.leaves(shapes))
     11220132
     """
-    height, width, channels = (*image, 1) if len(image) == 2 else image
-    check_sizes(classes=classes, groups=groups, height=height, width=width, channels=channels)
-    if STAGES[0][0] % groups:
-        raise ValueError(f"groups must divide {STAGES[0][0]} channels, got {groups}")
+    rows, cols, channels = (*image, 1) if len(image) == 2 else image
+    check_sizes(classes=classes, rows=rows, cols=cols, channels=channels, groups=groups, width=width)
+    if width % groups:
+        raise ValueError(f"groups must divide the width of {width} channels, got {groups}")
     if stem not in ("small", "large"):
         raise ValueError(f"stem must be 'small' or 'large', got {stem!r}")
     window, stride = (3, 1) if stem == "small" else (7, 2)
 
     def init(key):
         keys = iter(jax.random.split(key, 32))
-        params = {"stem": _unit_init(next(keys), window, channels, STAGES[0][0]), "blocks": []}
-        before = STAGES[0][0]
-        for out, first in STAGES:
-            for step in (first, 1):
-                block = {"one": _unit_init(next(keys), 3, before, out), "two": _unit_init(next(keys), 3, out, out)}
-                if step != 1 or before != out:
-                    block["shortcut"] = _unit_init(next(keys), 1, before, out)
-                params["blocks"].append(block)
-                before = out
+        params = {"stem": _unit_init(next(keys), window, channels, width), "blocks": []}
+        before = width
+        for step in STRIDES:
+            out = before * step
+            block = {"one": _unit_init(next(keys), 3, before, out), "two": _unit_init(next(keys), 3, out, out)}
+            if step != 1:
+                block["shortcut"] = _unit_init(next(keys), 1, before, out)
+            params["blocks"].append(block)
+            before = out
         return params | {"dense": dense_init(next(keys), before, classes)}
 
     def unit(params, x, stride):
@@ -67,11 +69,10 @@ def resnet18_gn(
         return group_norm(x, params["scale"], params["shift"], groups)
 
     def apply(params, x, key):
-        x = jax.nn.relu(unit(params["stem"], as_floats(x, (height, width, channels)), stride))
+        x = jax.nn.relu(unit(params["stem"], as_floats(x, (rows, cols, channels)), stride))
         if stem == "large":
             x = max_pool(x, 2)
-        strides = [step for _, first in STAGES for step in (first, 1)]
-        for block, step in zip(params["blocks"], strides, strict=True):
+        for block, step in zip(params["blocks"], STRIDES, strict=True):
             y = unit(block["two"], jax.nn.relu(unit(block["one"], x, step)), 1)
             x = jax.nn.relu(y + (unit(block["shortcut"], x, step) if "shortcut" in block else x))
         return dense(params["dense"], x.mean((1, 2)))

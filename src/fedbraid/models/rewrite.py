@@ -92,8 +92,7 @@ def _apply(equation, inputs) -> list[Any]:
             )
             return run(*inputs)
         params = {key: _rewritten_parameter(value) for key, value in params.items()}
-    functions, params = equation.primitive.get_bind_params(params)
-    outputs = equation.primitive.bind(*functions, *inputs, **params)
+    outputs = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(params))
     return outputs if equation.primitive.multiple_results else [outputs]
 
 

@@ -1,0 +1,270 @@
+"""Models made elsewhere, models by name, and the rewriting of their convolutions."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from fedbraid import models
+from fedbraid.models import build, fast_convolutions, from_equinox, from_flax, from_functions, resolve, total
+
+RNG = np.random.default_rng(0)
+IMAGES = RNG.standard_normal((3, 2, 10, 9)).astype(np.float32)
+BATCH = {"x": IMAGES, "y": np.array([0, 2, 1]), "mask": np.array([1.0, 1.0, 0.0], np.float32)}
+
+
+class Net(eqx.Module):
+    conv: eqx.nn.Conv2d
+    wide: eqx.nn.Conv2d
+    pool: eqx.nn.MaxPool2d
+    drop: eqx.nn.Dropout
+    out: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 3)
+        self.conv = eqx.nn.Conv2d(2, 8, 3, padding=1, key=keys[0])
+        self.wide = eqx.nn.Conv2d(8, 4, 3, key=keys[1])
+        self.pool = eqx.nn.MaxPool2d(2, 2)
+        self.drop = eqx.nn.Dropout(0.5)
+        self.out = eqx.nn.Linear(4 * 4 * 3, 3, key=keys[2])
+
+    def __call__(self, x, key=None):
+        x = self.pool(jax.nn.relu(self.wide(jax.nn.relu(self.conv(x)))))
+        return self.out(self.drop(x.reshape(-1), key=key))
+
+
+NET = Net(jax.random.key(0))
+
+
+def primitives(function, *args):
+    return str(jax.make_jaxpr(function)(*args))
+
+
+def test_an_equinox_network_keeps_its_meaning_and_loses_its_convolutions():
+    model = from_equinox(Net)
+    params = jax.jit(model.init)(jax.random.key(0))
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
+    network = eqx.nn.inference_mode(NET)
+
+    def plain(params):
+        logits = jax.vmap(eqx.combine(params, network))(IMAGES[:2])
+        return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(2), BATCH["y"][:2]])
+
+    loss, gradient = jax.jit(jax.value_and_grad(model.loss))(params, BATCH, None)
+    expected_loss, expected = jax.jit(jax.value_and_grad(plain))(params)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    np.testing.assert_allclose(total(jax.jit(model.metrics)(params, BATCH)["loss"]), expected_loss, rtol=1e-5)
+    for ours, theirs in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-5)
+    assert "conv_general" in primitives(jax.grad(plain), params)
+    program = primitives(jax.grad(lambda p: model.loss(p, BATCH, jax.random.key(1))), params)
+    assert "conv_general" not in program
+    assert "select_and" not in program  # a pool's slow gradient
+
+
+def test_an_equinox_network_drops_out_in_training_alone():
+    model = from_equinox(NET)
+    params = model.init(jax.random.key(5))
+    loss = jax.jit(model.loss)
+    losses = [float(loss(params, BATCH, key)) for key in (None, jax.random.key(0), jax.random.key(1))]
+    assert len(set(losses)) == 3
+    jax.tree.map(np.testing.assert_array_equal, params, model.init(jax.random.key(6)))  # starts where the module is
+
+
+def test_equinox_modules_over_batches_and_values():
+    linear = lambda key: eqx.nn.Linear(4, 1, key=key)  # noqa: E731
+    model = from_equinox(linear, score="values")
+    params = model.init(jax.random.key(0))
+    x, y = RNG.standard_normal((5, 4)).astype(np.float32), np.ones((5, 1), np.float32)
+    error = np.square(x @ np.asarray(params.weight).T + np.asarray(params.bias) - y)
+    np.testing.assert_allclose(model.loss(params, {"x": x, "y": y}, None), error.mean() / 2, rtol=1e-5)
+
+    class Whole(eqx.Module):
+        w: jax.Array
+
+        def __call__(self, x):
+            return (x - x.mean(0)) @ self.w  # needs the whole batch
+
+    whole = from_equinox(Whole(jnp.ones((4, 2))), batched=True)
+    np.testing.assert_allclose(
+        whole.predict(whole.init(jax.random.key(0)), x), (x - x.mean(0)) @ np.ones((4, 2)), atol=1e-5
+    )
+
+
+def test_equinox_refusals():
+    with pytest.raises(ValueError, match="keeps state"):
+        from_equinox(lambda key: eqx.nn.BatchNorm(3, "batch", mode="batch"))
+    with pytest.raises(ValueError, match="module or a function"):
+        from_equinox(3)
+    with pytest.raises(ValueError, match="returned a"):
+        from_equinox(lambda key: jnp.ones(2))
+    with pytest.raises(ValueError, match="classes, values, tokens"):
+        from_equinox(Net, score="logits")
+
+
+class FlaxLike:
+    """What ``flax.linen`` modules offer: init and apply, state in collections, random streams by name."""
+
+    def __init__(self, state=()):
+        self.state = state
+
+    def init(self, key, x, train):
+        assert train is False
+        return {"params": {"w": jax.random.normal(key, (x.shape[-1], 3))}} | {name: {} for name in self.state}
+
+    def apply(self, variables, x, train, rngs=None):
+        if train:
+            x = x + jax.random.normal(rngs["dropout"], x.shape)
+        return x @ variables["params"]["w"]
+
+
+def test_from_flax():
+    model = from_flax(FlaxLike(), jnp.ones((1, 4)), training={"train": True}, evaluation={"train": False})
+    params = model.init(jax.random.key(0))
+    x = RNG.standard_normal((2, 4)).astype(np.float32)
+    np.testing.assert_allclose(model.predict(params, x), x @ np.asarray(params["w"]), rtol=1e-5)
+    batch = {"x": x, "y": np.array([0, 1])}
+    noisy = x + jax.random.normal(jax.random.key(3), x.shape)
+    logits = np.asarray(noisy @ params["w"])
+    expected = np.mean(np.log(np.exp(logits).sum(1)) - logits[[0, 1], [0, 1]])
+    np.testing.assert_allclose(model.loss(params, batch, jax.random.key(3)), expected, rtol=1e-5)
+    with pytest.raises(ValueError, match="batch_stats"):
+        from_flax(FlaxLike(["batch_stats"]), jnp.ones((1, 4)), evaluation={"train": False})
+    with pytest.raises(ValueError, match="Net without init"):
+        from_flax(NET, jnp.ones((1, 4)))
+
+
+def test_from_functions_scores_the_loss_alone_unless_told():
+    model = from_functions(
+        lambda key: jnp.ones(()), lambda p, b, key: p * jnp.sum(b["x"] * b["mask"]) / b["mask"].sum()
+    )
+    batch = {"x": jnp.array([1.0, 3.0, 9.0]), "mask": jnp.array([1.0, 1.0, 0.0])}
+    assert float(total(model.metrics(2.0, batch)["loss"])) == float(model.loss(2.0, batch, None)) == 4.0
+    with pytest.raises(ValueError, match="without predict"):
+        model.predict(1.0, batch["x"])
+    with pytest.raises(ValueError, match="callable loss"):
+        from_functions(lambda key: 0.0, None)
+
+
+def conv(x, w, **options):
+    return lax.conv_general_dilated(x, w, **{"window_strides": (1, 1), "padding": "SAME"} | options)
+
+
+W = RNG.standard_normal((2, 2, 3, 3)).astype(np.float32)
+PROGRAMS = {
+    "jit": lambda x, w: jax.jit(conv)(x, w),
+    "scan": lambda x, w: lax.scan(lambda c, _: (conv(c, w), c.sum()), x, None, length=2),
+    "while": lambda x, w: lax.fori_loop(0, 2, lambda i, c: conv(c, w), x),
+    "cond": lambda x, w: lax.cond(x.sum() > 0, lambda x: conv(x, w), lambda x: x, x),
+    "checkpoint": lambda x, w: jax.checkpoint(lambda x, w: jnp.sin(conv(x, w)))(x, w),
+    "vmap": lambda x, w: jax.vmap(lambda one: conv(one[None], w))(x),
+    "axes": lambda x, w: conv(
+        x, w, dimension_numbers=("NCHW", "IOHW", "HWNC"), window_strides=(2, 1), padding=((1, 0), (2, 3))
+    ),
+    "one axis": lambda x, w: conv(x[:, :, 0], w[:, :, 0], window_strides=(2,)),
+    "pool": lambda x, w: lax.reduce_window(conv(x, w), -jnp.inf, lax.max, (1, 1, 2, 3), (1, 1, 2, 3), "VALID"),
+    "pytree": lambda x, w: {"a": (conv(x, w), None), "b": w},
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_fast_convolutions_changes_no_value_and_no_derivative(program):
+    plain = PROGRAMS[program]
+    fast = fast_convolutions(plain)
+    size = lambda tree: sum(jnp.vdot(leaf, jnp.cos(leaf)) for leaf in jax.tree.leaves(tree))  # noqa: E731
+
+    def result(function):
+        derived = jax.value_and_grad(lambda x, w: size(function(x, w)), (0, 1))
+        return jax.jit(derived if program != "while" else function)(IMAGES, 0.1 * W)
+
+    expected, actual = result(plain), result(fast)
+    shapes = [jax.eval_shape(f, IMAGES, W) for f in (fast, plain)]
+    assert shapes[0] == shapes[1]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), actual, expected)
+    assert "conv_general" not in primitives(fast, IMAGES, W)
+    assert "reduce_window" not in primitives(fast, IMAGES, W)
+
+
+def test_fast_convolutions_leaves_what_it_cannot_do():
+    grouped = lambda x, w: conv(x, w, feature_group_count=2)  # noqa: E731
+    dilated = lambda x, w: conv(x, w, rhs_dilation=(2, 2))  # noqa: E731
+    for plain, w in ((grouped, W[:, :1]), (dilated, W)):
+        assert primitives(fast_convolutions(plain), IMAGES, w) == primitives(plain, IMAGES, w)
+        assert "conv_general" in primitives(fast_convolutions(plain), IMAGES, w)
+
+    @jax.custom_vjp
+    def own(x):
+        return conv(x, W)
+
+    own.defvjp(lambda x: (own(x), None), lambda _, g: (7 * g,))
+    assert float(jax.grad(lambda x: fast_convolutions(own)(x).sum())(IMAGES)[0, 0, 0, 0]) == 7.0
+
+
+SHAPES = {
+    "least_squares": ({"x": (3, 2), "y": ()}, None),
+    "logistic": ({"x": (6,), "y": ()}, 2),
+    "one_versus_all": ({"x": (28, 28), "y": ()}, 10),
+    "softmax_regression": ({"x": (28, 28), "y": ()}, 10),
+    "mlp": ({"x": (784,), "y": ()}, 10),
+    "emnist_cnn": ({"x": (784,), "y": ()}, 62),
+    "resnet18_gn": ({"x": (24, 24, 3), "y": ()}, 100),
+    "char_lstm": ({"x": (80,), "y": (80,)}, 90),
+    "word_lstm": ({"x": (20,), "y": (20,)}, 1004),
+}
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_build_sizes_every_model_from_its_data(name):
+    shapes, classes = SHAPES[name]
+    model = build(name, shapes, classes)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    integer = "lstm" in name
+    x = jax.ShapeDtypeStruct((2, *shapes["x"]), jnp.int32 if integer else jnp.float32)
+    outputs = jax.eval_shape(model.predict, params, x)
+    assert outputs.shape == {
+        "least_squares": (2,),
+        "logistic": (2,),
+        "char_lstm": (2, 80, 90),
+        "word_lstm": (2, 20, 1004),
+    }.get(name, (2, classes))
+
+
+def test_build_takes_the_users_own(monkeypatch, tmp_path):
+    (tmp_path / "my_models.py").write_text(
+        "from fedbraid import models\n"
+        "def tiny(num_classes, *, width=3):\n    return models.mlp(4, num_classes, hidden=(width,))\n"
+        "def wrong():\n    return 3\n"
+        "FINISHED = models.mlp(4, 2)\nNUMBER = 3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    model = build("my_models:tiny", {"x": (4,)}, 5, width=6)
+    assert [layer["w"].shape for layer in jax.eval_shape(model.init, jax.random.key(0))] == [(4, 6), (6, 5)]
+    assert build("my_models:FINISHED", {"x": (4,)}) is resolve("my_models:FINISHED")
+    for name, options, message in (
+        ("my_models:FINISHED", {"width": 2}, "takes no options"),
+        ("my_models:NUMBER", {}, "is a int"),
+        ("my_models:wrong", {}, "returned a int"),
+        ("my_models:tiny", {"depth": 2}, "depth"),
+        ("my_models:absent", {}, "has no 'absent'"),
+        ("no_such_module:f", {}, "cannot import 'no_such_module'"),
+        ("my_models:", {}, "module:attribute"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(name, {"x": (4,)}, 2, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "classes", "options", "message"),
+    [
+        ("cnn", {"x": (28, 28)}, 10, {}, "no model is called 'cnn'; there are least_squares"),
+        ("mlp", {"x": (4,)}, 10, {"layers": 2}, "no option 'layers'; it takes d, classes, hidden"),
+        ("mlp", {"x": (4,)}, None, {}, "needs 'classes'"),
+        ("mlp", {"pixels": (4,)}, 10, {}, r"the data has \['pixels'\]"),
+        ("emnist_cnn", {"x": (5, 4, 3, 2)}, 10, {}, "set the option image"),
+    ],
+)
+def test_build_refuses(name, shapes, classes, options, message):
+    with pytest.raises(ValueError, match=message):
+        build(name, shapes, classes, **options)
