@@ -1,0 +1,56 @@
+"""Federated data: stores, the published formats, the papers' partitions, preprocessing inside the compiled step."""
+
+from fedbraid.data.catalog import CATALOG, load, repartition
+from fedbraid.data.describe import plot_data, summarize_data
+from fedbraid.data.federated import FederatedData, Split
+from fedbraid.data.importing import import_data, open_source
+from fedbraid.data.partition import (
+    PARTITIONERS,
+    by_id,
+    dirichlet,
+    hold_out,
+    iid,
+    log_normal,
+    match_labels,
+    pachinko,
+    shards,
+    summarize,
+)
+from fedbraid.data.plain import from_arrays, from_dataset, from_table
+from fedbraid.data.preprocess import Pipeline
+from fedbraid.data.published import PUBLISHED
+from fedbraid.data.store import Cohort, StoreWriter, gather, open_store, prefetch, verify, write_store
+
+__all__ = [
+    "CATALOG",
+    "PARTITIONERS",
+    "PUBLISHED",
+    "Cohort",
+    "FederatedData",
+    "Pipeline",
+    "Split",
+    "StoreWriter",
+    "by_id",
+    "dirichlet",
+    "from_arrays",
+    "from_dataset",
+    "from_table",
+    "gather",
+    "hold_out",
+    "iid",
+    "import_data",
+    "load",
+    "log_normal",
+    "match_labels",
+    "open_source",
+    "open_store",
+    "pachinko",
+    "plot_data",
+    "prefetch",
+    "repartition",
+    "shards",
+    "summarize",
+    "summarize_data",
+    "verify",
+    "write_store",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from fedbraid.data import partition as partitions
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.data.preprocess import Pipeline
 
-__all__ = ["from_arrays", "partition_options", "partition_rows"]
+__all__ = ["from_arrays", "from_dataset", "from_table", "partition_options", "partition_rows"]
 
 
 def from_arrays(
@@ -81,6 +82,89 @@ def from_arrays(
         test_split = Split.from_assignment(fields, test_parts, names)
     train = Split.from_assignment(fields, parts, names)
     return FederatedData(train=train, test=test_split, name=name, info=info, preprocess=preprocess)
+
+
+def from_dataset(
+    dataset: Any, test: Any = None, *, fields: Sequence[str] = ("x", "y"), **options: Any
+) -> FederatedData:
+    """Partition a torch-style data set: anything with a length whose items are tuples (named by ``fields``) or dicts.
+
+    Options are those of ``from_arrays``. Tensors and images are taken through NumPy's array protocol.
+
+    >>> pairs = [(np.full(2, i), i % 2) for i in range(6)]
+    >>> from_dataset(pairs, partition="shards", clients=2, per_client=1).train.arrays["y"].tolist()
+    [1, 1, 1, 0, 0, 0]
+    """
+    columns = _columns(dataset, fields, "dataset")
+    return from_arrays(columns, None if test is None else _columns(test, fields, "test"), **options)
+
+
+def from_table(
+    table: Any,
+    test: Any = None,
+    *,
+    client: str | None = None,
+    label: str | None = None,
+    features: Sequence[str] = (),
+    **options: Any,
+) -> FederatedData:
+    """A pyarrow table or a Hugging Face data set: clients by the column ``client``, or a partition by ``options``.
+
+    >>> import pyarrow as pa
+    >>> data = from_table(pa.table({"who": ["b", "a", "b"], "x": [1.0, 2.0, 3.0]}), client="who")
+    >>> list(data.train.ids), data.train.sizes.tolist()
+    (['a', 'b'], [1, 2])
+    """
+    from fedbraid.data.formats.table import arrow_columns
+
+    def read(source: Any) -> tuple[dict[str, Any], np.ndarray | None]:
+        if hasattr(source, "with_format"):  # a Hugging Face data set: its rows as one Arrow table
+            source = source.with_format("arrow")[:]
+        return arrow_columns(source, client=client, label=label, features=features)
+
+    columns, ids = read(table)
+    if ids is None:
+        return from_arrays(columns, None if test is None else read(test)[0], **options)
+    if test is None:
+        return from_arrays(columns, partition="natural", ids=ids, **options)
+    train = from_arrays(columns, partition="natural", ids=ids, **options)
+    test_columns, test_ids = read(test)
+    assert test_ids is not None
+    held = from_arrays(test_columns, partition="natural", ids=test_ids, **options).train
+    return _with_test(train, held)
+
+
+def _with_test(data: FederatedData, held: Split) -> FederatedData:
+    """Test clients in the train clients' order; those that never train are unseen, unless none of them trains."""
+    place = {client: i for i, client in enumerate(held.ids)}
+    if not any(client in place for client in data.train.ids):
+        return replace(data, test=held)
+    rows = [np.arange(a, b) for a, b in zip(held.offsets[:-1], held.offsets[1:], strict=True)]
+    own = [rows[place[c]] if c in place else np.zeros(0, np.int64) for c in data.train.ids]
+    known = set(data.train.ids)
+    others = [c for c in held.ids if c not in known]
+    unseen = Split.from_assignment(held.arrays, [rows[place[c]] for c in others], others) if others else None
+    return replace(data, test=Split.from_assignment(held.arrays, own, data.train.ids), unseen=unseen)
+
+
+def _columns(dataset: Any, fields: Sequence[str], name: str) -> dict[str, np.ndarray]:
+    if not len(dataset):
+        raise ValueError(f"{name} is empty")
+    rows = []
+    for i in range(len(dataset)):
+        item = dataset[i]
+        if not isinstance(item, Mapping):
+            if not isinstance(item, (tuple, list)) or len(item) != len(fields):
+                raise ValueError(f"{name}[{i}] must be a dict or a tuple of {len(fields)} values ({', '.join(fields)})")
+            item = dict(zip(fields, item, strict=True))
+        rows.append({k: np.asarray(v) for k, v in item.items()})
+    columns = {}
+    for field in rows[0]:
+        shapes = {r[field].shape for r in rows if field in r}
+        if len(shapes) != 1 or any(field not in r for r in rows):
+            raise ValueError(f"{name}: field {field}: missing from an item, or examples differ in shape")
+        columns[field] = np.stack([r[field] for r in rows])
+    return columns
 
 
 def partition_rows(
