@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fedbraid as fb
-from fedbraid.core import Algorithm
+from fedbraid.core import Algorithm, Report, Up
 from fedbraid.data.federated import Split
 from fedbraid.local import masked_mean
 
@@ -129,6 +129,28 @@ ALGORITHMS: dict[str, Row] = {
 TRANSFORMS: dict[str, Row] = {}
 
 ROWS: dict[str, Row] = {**ALGORITHMS, **{f"transform:{name}": row for name, row in TRANSFORMS.items()}}
+
+
+def counting() -> Algorithm:
+    """A stateful algorithm with two exchanges: clients count how often they were asked, and sum what they saw."""
+
+    def client(down, state, data, key):
+        batch = data.everything()
+        seen = jnp.sum(batch["y"] * batch["mask"])
+        count = state["count"] + 1
+        return Report(Up(0.1 * seen * down.params / count), 1.0, {"count": count, "seen": state["seen"] + seen})
+
+    alg = fb.fedavg(loss)
+    exchange = alg.exchanges[0]
+    one = exchange._replace(
+        name="one", send=lambda s: fb.Down(s), client=client, receive=lambda s, a, k: s - a.up.pseudograd
+    )
+    return fb.Algorithm(
+        init=lambda params: params,
+        init_client=lambda params: {"count": jnp.zeros((), jnp.int32), "seen": jnp.zeros(())},
+        exchanges=(one, one._replace(name="two", cohort="same"), one._replace(name="three")),
+        params=lambda server: server,
+    )
 
 
 def optimum() -> dict[str, np.ndarray]:

@@ -86,11 +86,11 @@ class _Watch:
 
     def __enter__(self) -> _Watch:
         self.before = signal.signal(signal.SIGINT, self._interrupt)
-        self.bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.bar.stop()
+        if self.bar.live.is_started:
+            self.bar.stop()
         signal.signal(signal.SIGINT, self.before)
 
     def _interrupt(self, *_: object) -> None:
@@ -106,6 +106,7 @@ class _Watch:
                 f"[bold]{config.algorithm.name}[/] on [bold]{config.data.name}[/]: {data.train.num_clients} clients, "
                 f"{data.train.num_examples:,} examples, model {config.model.name}, cohort {config.cohort}"
             )
+            self.bar.start()
 
     def progress(self, now: Any) -> bool:
         before_round, before_seconds = self.last

@@ -99,8 +99,7 @@ class Feed:
             local[d] = np.concatenate([[0], np.cumsum(lengths)[:-1]])
             total = int(lengths.sum())
             rows[d, :total] = np.repeat(start[d] - local[d], lengths) + np.arange(total)
-        put = sharded(self.mesh)
-        arrays = {name: jax.device_put(a[rows.ravel()], put) for name, a in self.split.arrays.items()}
+        arrays = {name: a[rows.ravel()] for name, a in self.split.arrays.items()}
         return slots._replace(offset=local.ravel()), arrays
 
     def portions(self, first: int, stop: int) -> Iterator[Portion]:
@@ -132,7 +131,8 @@ class Feed:
             while (item := ready.get()) is not None:
                 if isinstance(item, BaseException):
                     raise item
-                yield item
+                # put here, not in the thread: jax's settings, such as float64, belong to the thread of the caller
+                yield item._replace(arrays=jax.device_put(item.arrays, sharded(self.mesh)))
         finally:
             done.set()
             thread.join()

@@ -1,0 +1,5 @@
+"""``python -m fedbraid``."""
+
+from fedbraid.cli import main
+
+main()

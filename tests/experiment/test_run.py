@@ -1,0 +1,190 @@
+"""``fedbraid run`` as a user runs it: real processes, killed and resumed; and what it says to bad input."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from fedbraid.experiment import ConfigError, build, load_config
+from fedbraid.experiment.config import dump
+from fedbraid.experiment.runfolder import read_metrics
+
+pytestmark = pytest.mark.xdist_group("run")  # one uninterrupted run serves all of them
+SMALL = ("rounds=40", "cohort=5", "model.hidden=[8]", "data.clients=10", "evaluation.every=10", "checkpoint.every=2")
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "fedbraid", *map(str, arguments)]
+
+
+def settings(*values):
+    return [part for value in values for part in ("--set", value)]
+
+
+@pytest.fixture(scope="module")
+def env(tmp_path_factory):
+    cache = str(tmp_path_factory.mktemp("cache"))
+    own = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    return own | {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+
+
+def fedbraid(env, *arguments, **options):
+    return subprocess.run(command(*arguments), env=env, capture_output=True, text=True, timeout=300, **options)
+
+
+@pytest.fixture(scope="module")
+def whole(env, tmp_path_factory):
+    """An uninterrupted run."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    done = fedbraid(env, "run", *settings(*SMALL), "--out", out, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), out
+
+
+def test_json_has_what_is_promised(whole):
+    summary, out = whole
+    assert summary["algorithm"] == "fedavg"
+    assert (summary["rounds"], summary["finished"], summary["out"]) == (40, True, str(out))
+    assert summary["rounds_per_second"] == pytest.approx(40 / summary["seconds"])
+    assert 0 < summary["final"]["test_accuracy"] <= 1
+    assert summary["final"]["test_loss"] > 0
+    # 64 x 8 + 8 + 8 x 10 + 10 parameters of 4 bytes, 5 clients, 40 rounds, both ways
+    assert summary["bytes"] == {"down": 610 * 4 * 5 * 40, "up": 610 * 4 * 5 * 40}
+    assert len(summary["params_sha256"]) == 64
+    assert summary["engine"]["masked_share"] == 0
+
+
+def test_the_run_folder_is_complete(whole):
+    _, out = whole
+    assert load_config(out / "config.toml").rounds == 40
+    table = pq.read_table(out / "metrics.parquet")
+    assert table.num_rows == 40
+    assert table["test_accuracy"].null_count == 36
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    columns = read_metrics(out)
+    assert np.all(np.diff(columns["bytes_up"]) > 0)
+    assert columns["train/loss"][-1] < columns["train/loss"][0]
+
+
+def test_killed_at_random_moments_and_resumed_it_ends_bit_identical(env, whole, tmp_path):
+    out, randomly = tmp_path / "run", random.Random(time.time_ns())
+    arguments = ["run", *settings(*SMALL), "--out", out, "--quiet"]
+    kills = 0
+    for _ in range(3):
+        process = subprocess.Popen(command(*arguments), env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        before, deadline = _newest(out), time.time() + 120
+        while process.poll() is None and _newest(out) == before and time.time() < deadline:
+            time.sleep(0.01)
+        time.sleep(randomly.uniform(0, 0.4))
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        process.wait()
+        arguments = ["run", "--resume", out, "--quiet"]
+        if process.returncode == 0:
+            break
+    assert kills >= 1
+    last = fedbraid(env, "run", "--resume", out, "--json")
+    if last.returncode == 2 and "finished" in last.stderr:  # the kill came after the last round
+        summary = json.loads((out / "summary.json").read_text())
+    else:
+        assert last.returncode == 0, last.stderr
+        summary = json.loads(last.stdout)
+    assert summary["params_sha256"] == whole[0]["params_sha256"]
+    np.testing.assert_array_equal(read_metrics(out)["train/loss"], read_metrics(whole[1])["train/loss"])
+
+
+def _newest(out: Path) -> str:
+    saved = out / "checkpoints"
+    return max((p.name for p in saved.iterdir() if p.name.isdigit()), default="") if saved.is_dir() else ""
+
+
+def test_the_same_config_gives_the_same_bytes(env, whole, tmp_path):
+    again = fedbraid(env, "run", whole[1] / "config.toml", "--out", tmp_path / "again", "--json")
+    assert json.loads(again.stdout)["params_sha256"] == whole[0]["params_sha256"]
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(env, tmp_path):
+    out = tmp_path / "run"
+    arguments = ["run", *settings(*SMALL, "rounds=100000", "checkpoint.every=100000"), "--out", out, "--quiet"]
+    process = subprocess.Popen(command(*arguments), env=env, stderr=subprocess.PIPE, text=True)
+    time.sleep(0.5)
+    deadline = time.time() + 120
+    while not (out / "config.toml").exists() and time.time() < deadline:
+        time.sleep(0.05)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert f"fedbraid run --resume {out}" in errors.replace("\n", "")
+    assert _newest(out)
+
+
+def test_a_run_folder_is_never_overwritten(env, whole):
+    refused = fedbraid(env, "run", "--out", whole[1])
+    assert refused.returncode == 2
+    assert "not empty" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+    finished = fedbraid(env, "run", "--resume", whole[1])
+    assert finished.returncode == 2
+    assert "finished" in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["rounds=-1"], ["rounds", "-1", "greater than or equal to 1"]),
+        (["round=5"], ["'round'", "did you mean 'rounds'"]),
+        (["engine.plan=fast"], ["engine.plan", "fast", "sequential"]),
+        (["engine.chunks=3"], ["'chunks'", "did you mean 'chunk'"]),
+        (["arrival.drop=1.5"], ["arrival.drop", "1.5"]),
+        (["algorithm.name=fedavgg"], ["'fedavgg'", "did you mean 'fedavg'"]),
+        (["algorithm.client_rate=0.1"], ["'client_rate'", "client_lr"]),
+        (["algorithm.client_lr=-0.1"], ["client_lr", "-0.1"]),
+        (["algorithm.batch_size=0"], ["batch_size", "0"]),
+        (["data.name=digit"], ["'digit'", "did you mean 'digits'"]),
+        (["model.name=mlpp"], ["'mlpp'", "did you mean 'mlp'"]),
+        (["model.hiden=[3]"], ["hiden"]),
+        (["cohort=51"], ["cohort = 51", "50 clients"]),
+        (["algorithm.name=local_update", "algorithm.gamma=0.1", "algorithm.theta=[0.0]"], ["theta"]),
+        (["algorithm.name=local_update", "algorithm.gamma=-0.1"], ["gamma", "-0.1"]),
+        (["transforms=[{name='clipp'}]"], ["'clipp'"]),
+        (["rounds"], ["key=value"]),
+        (["rounds.x=3", "rounds=3", "rounds.y=1"], ["'rounds'"]),
+    ],
+)
+def test_bad_configs_are_refused_by_key(given, words):
+    with pytest.raises(ConfigError) as error:
+        build(load_config(settings=given))
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_bad_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.toml"):
+        load_config(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("rounds = = 3")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_config(tmp_path / "bad.toml")
+
+
+def test_dumped_configs_load_to_the_same(tmp_path):
+    config = load_config(settings=["algorithm.name=fedprox", "algorithm.alpha=0.5", "cohort=all", "arrival.deadline=3"])
+    (tmp_path / "c.toml").write_text(dump(config))
+    assert load_config(tmp_path / "c.toml") == config
+
+
+@pytest.mark.parametrize("kind", ["algorithms", "datasets", "models"])
+def test_list_says_what_can_be_named(env, kind):
+    listed = json.loads(fedbraid(env, "list", kind, "--json").stdout)[kind]
+    names = [entry["name"] for entry in listed]
+    assert {"algorithms": "fedavg", "datasets": "digits", "models": "mlp"}[kind] in names
+    assert all(entry["about"] for entry in listed)

@@ -1,0 +1,184 @@
+"""The engine beyond the laws: how it is computed changes nothing, failures are counted, bad input is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbraid as fb
+from fedbraid.simulate import bernoulli, deadline, simulate
+from fedbraid.simulate.plan import Plan, lay_out
+from zoo import ROWS, clients, counting, loss, start
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def close(a, b, tolerance=1e-12):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=tolerance, atol=tolerance)
+
+
+OPTIONS = {"rounds": 5, "cohort": 3, "arrival": bernoulli(0.3)}
+
+
+def reference():
+    return simulate(counting(), jnp.float64(2.0), clients(), devices=1, **OPTIONS)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("plan", ["sequential", "chunks"])
+def test_streamed_data_is_the_same_run(devices, plan):
+    streamed = simulate(counting(), jnp.float64(2.0), clients(), data_in="host", devices=devices, plan=plan, **OPTIONS)
+    assert streamed.info.streamed
+    close(streamed.params, reference().params)
+    close(streamed.states, reference().states)
+
+
+def test_states_on_the_host_are_the_same_run(tmp_path):
+    want = reference()
+    for where in ("host", tmp_path / "states"):
+        got = simulate(counting(), jnp.float64(2.0), clients(), states_in=where, devices=2, **OPTIONS)
+        close(got.params, want.params)
+        close(got.states.read(np.arange(5)), want.states)
+    assert len(list((tmp_path / "states").glob("*.npy"))) == 2
+
+
+@pytest.mark.parametrize("options", [{"devices": 4}, {"devices": 3, "plan": "chunks", "chunk": 2}, {"plan": "chunks"}])
+def test_layout_changes_float32_results_by_rounding_only(options):
+    with jax.enable_x64(False):
+        alg = ROWS["fedavg"].make(batch_size=2, epochs=2)
+        split = fb.Split({k: v.astype(np.float32) for k, v in clients().arrays.items()}, clients().offsets)
+        base = simulate(alg, start(), split, rounds=10, cohort=4, devices=1)
+        other = simulate(alg, start(), split, rounds=10, cohort=4, **options)
+        close(base.params, other.params, 1e-5)
+
+
+def test_log_normal_sizes_are_balanced_and_nothing_is_masked():
+    rng = np.random.default_rng(0)
+    for devices in (2, 4):
+        loads = []
+        for _ in range(20):
+            steps = -(-np.maximum(1, rng.lognormal(np.log(200), 0.6, 100)).astype(int) // 20)
+            plan = Plan("sequential", devices, 100, 1)
+            slots, load = lay_out(plan, np.arange(100), np.arange(100), steps * 20, steps, 100)
+            loads.append(load)
+            assert sorted(slots.ids[slots.ids < 100].tolist()) == list(range(100))
+            work = np.where(slots.ids < 100, steps[np.minimum(slots.ids, 99)], 0).reshape(devices, -1).sum(1)
+            assert work.max() <= 1.1 * work.min()
+        assert all(load.masked == 0 for load in loads)
+        assert max(load.imbalance for load in loads) < 1.1
+
+
+def test_sorted_chunks_mask_less_than_one_wide_vmap():
+    rng = np.random.default_rng(0)
+    steps = -(-np.maximum(1, rng.lognormal(np.log(200), 0.6, 100)).astype(int) // 20)
+
+    def masked(chunk):
+        _, load = lay_out(Plan("chunks", 1, 100, chunk), np.arange(100), np.arange(100), steps, steps, 100)
+        return load.masked / (load.masked + load.steps)
+
+    brute = 1 - steps.sum() / (100 * steps.max())
+    assert masked(100) == pytest.approx(brute)
+    assert masked(10) < masked(25) < masked(100)
+
+
+def test_non_finite_uploads_are_dropped_counted_and_do_not_touch_state():
+    poisoned = clients()
+    y = poisoned.arrays["y"].copy()
+    y[poisoned.offsets[1]] = 1e200  # squares to infinity inside the loss, but the data itself is finite
+    bad = fb.Split({**poisoned.arrays, "y": y}, poisoned.offsets)
+    alg = fb.fedavg(lambda p, b, k: jnp.sum((b["x"] @ p["w"] - b["y"]) ** 8 * b["mask"]) * 1e-9, client_lr=0.1)
+    result = simulate(alg, start(), bad, rounds=3, devices=1)
+    assert np.asarray(result.history["train/refused"]).tolist() == [1, 1, 1]
+    assert np.asarray(result.history["train/arrived"]).tolist() == [4, 4, 4]
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.params))
+
+
+def test_drop_rate_and_deadline_are_what_they_say():
+    keys = jax.random.split(jax.random.key(0), 20_000)
+    assert np.mean(jax.vmap(lambda k: bernoulli(0.3)(k, 1))(keys)) == pytest.approx(0.7, abs=0.01)
+    # with sigma 0 nothing is random: 5 steps of 2 seconds and 1 second of latency are 11 seconds
+    for limit, arrives in ((10.9, False), (11.1, True)):
+        assert bool(deadline(limit, seconds_per_step=2.0, sigma=0.0)(keys[0], 5)) is arrives
+    # no work, latency alone: the median latency is the limit that half the uploads meet
+    late = deadline(3.0, seconds_per_step=0.0, median=3.0, sigma=1.0)
+    assert np.mean(jax.vmap(lambda k: late(k, 1))(keys)) == pytest.approx(0.5, abs=0.01)
+
+
+def test_bytes_in_the_history_follow_who_arrived():
+    result = simulate(counting(), jnp.float64(2.0), clients(), devices=1, **OPTIONS)
+    arrived = np.asarray(result.history["two/arrived"])
+    assert arrived.min() < 3
+    np.testing.assert_array_equal(result.history["two/bytes_up"], arrived * 8)
+    np.testing.assert_array_equal(result.history["two/bytes_down"], np.full(5, 3 * 8))
+
+
+def test_two_algorithms_see_the_same_cohorts():
+    seen = {}
+    for name in ("fedavg", "fedavgm"):
+        asked = []
+
+        def spy(key, steps, asked=asked):
+            jax.debug.callback(lambda s: asked.append(int(s)), steps)
+            return jnp.array(True)
+
+        simulate(
+            ROWS[name].make(batch_size=1, epochs=1), start(), clients(), rounds=4, cohort=2, devices=1, arrival=spy
+        )
+        jax.effects_barrier()
+        seen[name] = sorted(asked)
+    assert seen["fedavg"] == seen["fedavgm"]
+    assert len(seen["fedavg"]) == 8
+
+
+def test_evaluation_by_client():
+    split = clients()
+    data = fb.FederatedData(split, split)
+
+    def metrics(params, batch):
+        return {
+            "loss": (batch["y"] * batch["mask"], batch["mask"]),
+            "accuracy": (batch["y"] * batch["mask"], batch["mask"]),
+        }
+
+    result = simulate(fb.fedavg(loss), start(), data, rounds=4, metrics=metrics, eval_every=3, devices=1)
+    assert np.asarray(result.evaluations["round"]).tolist() == [3, 4]
+    means = np.array([split.client(i)["y"].mean() for i in range(5)])
+    row = {k: float(v[0]) for k, v in result.evaluations.items()}
+    assert row["test_loss"] == pytest.approx(split.arrays["y"].mean())
+    assert row["test_loss_client_mean"] == pytest.approx(means.mean())
+    assert row["test_accuracy_client_worst"] == pytest.approx(means.min())
+    assert row["test_loss_client_worst"] == pytest.approx(means.max())
+    assert row["test_accuracy_client_p10"] == pytest.approx(np.percentile(means, 10))
+    assert row["test_loss_client_p10"] == pytest.approx(np.percentile(means, 90))
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"cohort": 6}, "population of 5"),
+        ({"cohort": 0}, "cohort"),
+        ({"rounds": 0}, "rounds"),
+        ({"eval_every": 0}, "eval_every"),
+        ({"plan": "vmap"}, "plan"),
+        ({"devices": 99}, "devices"),
+        ({"chunk": 0, "plan": "chunks"}, "chunk"),
+        ({"metrics": lambda p, b: {}}, "test split"),
+    ],
+)
+def test_bad_options_are_refused(options, word):
+    with pytest.raises(ValueError, match=word):
+        simulate(fb.fedavg(loss), start(), clients(), **({"rounds": 1} | options))
+
+
+def test_bad_data_is_refused_by_client_and_field():
+    good = clients()
+    empty = fb.Split(good.arrays, np.array([0, 3, 3, 16, 23, 28]), ("a", "b", "c", "d", "e"))
+    with pytest.raises(ValueError, match=r"client 1 \(b\) has no examples"):
+        simulate(fb.fedavg(loss), start(), empty, rounds=1)
+    x = good.arrays["x"].copy()
+    x[14, 1] = np.nan
+    with pytest.raises(ValueError, match=r"'x' of client 2 is not finite in its row 2"):
+        simulate(fb.fedavg(loss), start(), fb.Split({**good.arrays, "x": x}, good.offsets), rounds=1)
+    with pytest.raises(ValueError, match="mask"):
+        simulate(fb.fedavg(loss), start(), fb.Split({**good.arrays, "mask": x}, good.offsets), rounds=1)

@@ -1,0 +1,123 @@
+"""The abstraction's own checks: arguments, structure, reduction."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbraid as fb
+from fedbraid.core import (
+    MEAN,
+    Down,
+    Report,
+    StructureError,
+    Up,
+    check_choice,
+    check_count,
+    check_number,
+    check_structure,
+    finite,
+    reduce_reports,
+    replace_exchange,
+)
+from fedbraid.cost import data_shapes
+from zoo import clients, loss, start
+
+DATA = data_shapes(clients())
+
+
+def broken(**changes):
+    alg = fb.fedavg(loss)
+    return replace_exchange(alg, "train", lambda e: e._replace(**changes))
+
+
+def test_a_sound_algorithm_passes():
+    check_structure(fb.fedavg(loss), start(), DATA)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"send": lambda server: server.params}, ["'train'", "Down", "dict"]),
+        ({"client": lambda down, state, data, key: down}, ["'train'", "Report"]),
+        ({"client": lambda down, state, data, key: Report(Up(down.params), jnp.ones(3))}, ["'train'", "weight", "[3]"]),
+        ({"client": lambda d, s, data, k: Report(Up(d.params), 1.0, state=jnp.zeros(2))}, ["'train'", "client state"]),
+        (
+            {"receive": lambda server, aggregate, key: server._replace(params={"w": jnp.zeros(2), "b": jnp.zeros(())})},
+            ["'train'", "server", "['w']", "[3]", "[2]"],
+        ),
+        ({"cohort": "same"}, ["'train'", "first"]),
+        ({"client": lambda down, state, data, key: 1 / 0}, ["'train'", "client", "division"]),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_exchange_and_leaf(changes, words):
+    with pytest.raises(StructureError) as error:
+        check_structure(broken(**changes), start(), DATA)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_simulate_checks_structure_before_anything_compiles():
+    with pytest.raises(StructureError, match="train"):
+        fb.simulate(broken(send=lambda server: server.params), start(), clients(), rounds=1)
+
+
+def test_mean_is_weighted_and_renormalises():
+    rng = np.random.default_rng(0)
+    ups, weights = rng.normal(size=(6, 4)), np.array([1.0, 3.0, 0.0, 2.0, 0.0, 5.0])
+    up, weight, count = reduce_reports(MEAN, jnp.asarray(ups), jnp.asarray(weights))
+    np.testing.assert_allclose(up, np.average(ups, axis=0, weights=weights), rtol=1e-5)
+    assert (float(weight), int(count)) == (11.0, 4)
+
+
+def test_mean_of_nothing_is_zero_not_nan():
+    up, weight, count = reduce_reports(MEAN, jnp.ones((2, 3)), jnp.zeros(2))
+    assert np.array_equal(up, np.zeros(3))
+    assert (float(weight), int(count)) == (0.0, 0)
+
+
+def test_finite_sees_every_leaf():
+    tree = {"a": jnp.zeros(3), "n": jnp.arange(2)}
+    assert finite(tree)
+    assert not finite(tree | {"b": jnp.array([1.0, jnp.inf])})
+    assert not finite(tree | {"b": jnp.array(jnp.nan)})
+
+
+def test_replace_exchange_names_what_there_is():
+    with pytest.raises(ValueError, match=r"'prox'.*'train'"):
+        replace_exchange(fb.fedavg(loss), "prox", lambda e: e)
+
+
+@pytest.mark.parametrize("bad", [-1, float("nan"), float("inf"), "fast", None, [1.0]])
+def test_numbers(bad):
+    with pytest.raises(ValueError, match="rate"):
+        check_number("rate", bad, low=0)
+
+
+def test_bounds_may_be_open():
+    assert check_number("beta", 0.0, low=0, high=1, open_high=True) == 0.0
+    with pytest.raises(ValueError, match=r"\[0, 1\)"):
+        check_number("beta", 1.0, low=0, high=1, open_high=True)
+    jax.vmap(lambda x: check_number("x", x, low=5))(jnp.arange(2.0))  # traced: judged nowhere
+
+
+@pytest.mark.parametrize("bad", [0, -2, 1.5, True, "3"])
+def test_counts(bad):
+    with pytest.raises(ValueError, match="rounds"):
+        check_count("rounds", bad)
+
+
+def test_choices_are_listed():
+    with pytest.raises(ValueError, match=r"kind.*'a'.*'b'.*'c'"):
+        check_choice("kind", "c", ("a", "b"))
+
+
+def test_cost_reads_the_messages():
+    def wide(alg):
+        return replace_exchange(
+            alg, "train", lambda e: e._replace(send=lambda server: Down(server.params, {"extra": jnp.zeros(5)}))
+        )
+
+    plain, more = (fb.cost(a, start(), clients()) for a in (fb.fedavg(loss), wide(fb.fedavg(loss))))
+    assert (plain.model, plain.down, plain.up, plain.multiple) == (16, 16, 16, 2.0)
+    assert (more.down, more.up) == (16 + 20, 16)
