@@ -41,7 +41,6 @@ __all__ = [
 
 TRANSFORMS: Mapping[str, Callable[..., Algorithm]] = {
     "adaptive_clip": adaptive_clip,
-    "attack": attack,
     "clip": clip,
     "dp": dp,
     "elastic": elastic,
@@ -57,5 +56,6 @@ TRANSFORMS: Mapping[str, Callable[..., Algorithm]] = {
 }
 """Transforms that a config can name: ``factory(algorithm, **options)``, with plain numbers and words as options.
 
-``elastic`` also takes the model's ``outputs``, which a config gets from its model.
+``elastic`` also takes the model's ``outputs``, which a config gets from its model. ``attack`` and ``admit_if`` are not
+here: the one needs marked data, the other a function.
 """

@@ -197,7 +197,8 @@ def _feed_back(exchange: Exchange, encode: Callable, decode: Callable, name: str
         if jax.tree.structure(report.up.pseudograd) != jax.tree.structure(residual):
             raise StructureError(
                 f"{name}: error feedback keeps a residual like the parameters, but the pseudograd of exchange "
-                f"{exchange.name!r} is not like them; give error_feedback=False, or other exchanges"
+                f"{exchange.name!r} is not like them; leave the feedback to the innermost compression, "
+                "or give error_feedback=False"
             )
         meant = jax.tree.map(jnp.add, report.up.pseudograd, residual)
         sent = encode(Up(meant, report.up.aux), down, key)

@@ -35,6 +35,7 @@ from fedbraid.core import (
     Exchange,
     Reducer,
     Report,
+    StructureError,
     Up,
     check_choice,
     check_count,
@@ -109,7 +110,7 @@ def elastic(
 
     def change(one: Exchange) -> Exchange:
         refuse_sealed(one, "elastic")
-        return _receive_elastically(one._replace(client=_with_sense(one.client, sense)), tau)
+        return _receive_elastically(one._replace(client=_with_sense(one, sense)), tau)
 
     rest = alg._replace(exchanges=tuple(e._replace(client=_on_the_rest(e.client, 1 - held_out)) for e in alg.exchanges))
     return change_exchanges(rest, [exchange], change, argument="exchange")
@@ -141,10 +142,12 @@ def _sensing(outputs: Callable, mu: Any, sensitivity: str, batches: Batches) -> 
     return Fold(start, step, finish, batches)
 
 
-def _with_sense(client: Callable, sense: Fold) -> Callable:
+def _with_sense(exchange: Exchange, sense: Fold) -> Callable:
     """The client that reports its sensitivity too; a client cut into steps stays so."""
+    client = exchange.client
 
     def add(report: Report, omega: PyTree) -> Report:
+        _check_state(exchange, report)
         return report._replace(up=Up(report.up.pseudograd, Sensed(report.up.aux, omega)))
 
     if isinstance(client, LocalWork):
@@ -159,6 +162,21 @@ def _with_sense(client: Callable, sense: Fold) -> Callable:
         return add(client(down, state, data, key), sense.run(down, state, data, key))
 
     return opaque
+
+
+def _check_state(exchange: Exchange, report: Report) -> None:
+    """Refuse clients that keep their pseudograd: the server scales it in a way that they cannot know."""
+    if exchange.reconcile is keep:
+        return
+    unread = Up(object(), report.up.aux)
+    try:
+        exchange.reconcile(report.state, unread, unread)
+    except Exception as error:
+        raise StructureError(
+            f"elastic over exchange {exchange.name!r} would part the server from its clients: they keep the update "
+            "they sent (as in h = mean g_i), and the server takes another, scaled one. SCAFFOLD, whose clients keep "
+            "only their aux, can be used"
+        ) from error
 
 
 def _on_the_rest(client: Callable, share: float) -> Callable:

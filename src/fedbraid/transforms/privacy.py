@@ -338,7 +338,7 @@ def dp(
 def _check_private(exchange: Exchange, where: str) -> None:
     if isinstance(exchange.receive, Sealed):
         raise ValueError("dp over dp would add noise twice and promise only the outer: apply it once")
-    if not averages(exchange.reducer):
+    if not averages(exchange.reducer, uniform=True):
         raise ValueError(
             f"dp needs uploads that are averaged, so that one client moves the sum by at most the bound; exchange "
             f"{exchange.name!r} reduces them in another way"

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fedbraid.algorithms.scaffold import UNIFORM_AUX
 from fedbraid.core import MEAN, Aggregate, Algorithm, Exchange, Reducer, Report, StructureError, check_number, keep
 from fedbraid.local import map_inputs, map_report
 from fedbraid.transforms.codes import decoded, is_code
@@ -78,12 +79,16 @@ def recode(exchange: Exchange, encode: Callable, decode: Callable = same) -> Exc
     return through(decode, exchange)._replace(client=map_report(exchange.client, change))
 
 
-def averages(reducer: Reducer) -> bool:
-    """Whether uploads, once decoded, are simply averaged: the case in which another rule may take the mean's place."""
+def averages(reducer: Reducer, *, uniform: bool = False) -> bool:
+    """Whether uploads, once decoded, are simply averaged: the case in which another rule may take the mean's place.
+
+    ``uniform``: all weights are equal, so that it does not matter if the aux is averaged without them.
+    """
     lift = reducer.lift
     while isinstance(lift, Decoding):
         lift = lift.lift
-    return not reducer.gather and lift is MEAN.lift and reducer.finish is MEAN.finish
+    means = (MEAN, UNIFORM_AUX) if uniform else (MEAN,)
+    return not reducer.gather and any(lift is m.lift and reducer.finish is m.finish for m in means)
 
 
 def change_exchanges(

@@ -1,0 +1,49 @@
+"""An algorithm whose uploads are known in advance, so that what a transform does to them can be computed by hand."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from fedbraid.core import Algorithm, Down, Exchange, Report, Up
+from fedbraid.data.federated import Split
+from fedbraid.local import Batches, ClientData, local_work
+
+
+def holding(vectors):
+    """Client i holds the one example ``vectors[i]``."""
+    return Split.from_clients([{"u": np.asarray(v)[None]} for v in vectors])
+
+
+def sending(d, *, aux=False, opaque=False, weight=None):
+    """Client i sends (k + 1) u_i in its k-th round that counts; the server adds up all that it is told.
+
+    With ``aux`` it also sends -u_i there. ``weight(u)`` is what it claims to weigh, 1 by default.
+    """
+
+    def report(u, k):
+        up = Up({"x": (k + 1) * u}, {"a": -u} if aux else ())
+        return Report(up, jnp.ones(()) if weight is None else weight(u), k + 1)
+
+    def whole(down, k, data: ClientData, key):
+        return report(data.everything()["u"][0], k)
+
+    walk = local_work(
+        lambda down, k, key: jnp.zeros(d),
+        lambda carry, batch, key, down: batch["u"][0],
+        lambda u, down, k, n: report(u, k),
+        Batches(1, steps=1),
+    )
+
+    def receive(server, aggregate, key):
+        return {"x": server["x"] + aggregate.count * aggregate.up.pseudograd["x"]}
+
+    return Algorithm(
+        init=lambda params: params,
+        init_client=lambda params: jnp.zeros(()),
+        exchanges=(Exchange("train", Down, whole if opaque else walk, receive),),
+        params=lambda server: server,
+    )
+
+
+def upload(exchange, down, state, data, key):
+    """One client's report."""
+    return exchange.client(down, state, ClientData.of(data), key)
