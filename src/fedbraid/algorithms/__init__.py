@@ -2,6 +2,7 @@
 
 from fedbraid.algorithms.feddyn import feddyn
 from fedbraid.algorithms.fednova import fednova
+from fedbraid.algorithms.fedsplit import fedgd, fedprox_exact, fedsplit
 from fedbraid.algorithms.local_update import (
     fedadagrad,
     fedadam,
@@ -17,6 +18,7 @@ from fedbraid.algorithms.local_update import (
     minibatch_sgd,
     reptile,
 )
+from fedbraid.algorithms.maml import maml
 from fedbraid.algorithms.mime import locmime, mime, mimelite
 from fedbraid.algorithms.mvr import mime_mvr, mimelite_mvr, server_only_mvr
 from fedbraid.algorithms.scaffold import scaffold
@@ -28,14 +30,18 @@ __all__ = [
     "fedavg",
     "fedavgm",
     "feddyn",
+    "fedgd",
     "fednova",
     "fedprox",
+    "fedprox_exact",
     "fedsgd",
+    "fedsplit",
     "fedyogi",
     "fomaml",
     "local_update",
     "locmime",
     "lookahead",
+    "maml",
     "meta_minibatch_prox",
     "mime",
     "mime_mvr",
