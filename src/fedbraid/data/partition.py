@@ -224,15 +224,13 @@ def by_id(ids: Sequence[object] | np.ndarray) -> tuple[Parts, tuple[str, ...]]:
     if column.ndim != 1 or not len(column):
         raise ValueError(f"the id column must be a non-empty 1-d sequence, got shape {column.shape}")
     if column.dtype == object:
-        missing = [i for i, v in enumerate(column) if v is None or v != v]
-        if missing:
-            raise ValueError(
-                f"the id column has {len(missing)} nulls, the first in row {missing[0]}; drop or name them"
-            )
+        missing = np.array([v is None or v != v for v in column])
         column = column.astype(str)
-    elif np.issubdtype(column.dtype, np.floating) and np.isnan(column).any():
+    else:
+        missing = column != column  # NaN, or NaT
+    if missing.any():
         raise ValueError(
-            f"the id column has nulls, the first in row {int(np.argmax(np.isnan(column)))}; drop or name them"
+            f"the id column has a null in row {int(np.argmax(missing))} ({missing.sum()} in all); drop or name them"
         )
     names, inverse = np.unique(column, return_inverse=True)
     order = np.argsort(inverse, kind="stable")

@@ -28,9 +28,8 @@ def read_npz(writer: StoreWriter, path: Path, *, classes: int | None = None) -> 
     """Read a NumPy archive (never its pickled parts)."""
     path = Path(path)
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            if not hasattr(archive, "files"):
-                raise ValueError("a single array, not an archive")
+        # opened here: NumPy leaves the file open when the archive turns out to be damaged
+        with path.open("rb") as file, zipfile.ZipFile(file) as _, np.load(file, allow_pickle=False) as archive:
             arrays: dict[str, Any] = {name: archive[name] for name in archive.files}
     except FileNotFoundError as error:
         raise ValueError(f"{path}: no such file") from error

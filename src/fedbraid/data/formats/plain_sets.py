@@ -271,7 +271,7 @@ def read_folder(writer: StoreWriter, path: Path, *, use_validation: bool = False
             d.name: d for d in sorted(root.rglob("*")) if d.is_dir() and d.name in ("train", "valid", "val", "test")
         }
         train_root = tops.get("train", root)
-        classes = sorted(d.name for d in train_root.iterdir() if d.is_dir())
+        classes = _class_folders(train_root)
         if not classes:
             raise ValueError(f"{path}: no class folders in it; expected train/<class>/*.png or <class>/*.png")
         train = _images(train_root, classes)
@@ -285,10 +285,14 @@ def read_folder(writer: StoreWriter, path: Path, *, use_validation: bool = False
     add_plain(writer, train, test, path)
 
 
+def _class_folders(root: Path) -> list[str]:
+    return sorted(d.name for d in root.iterdir() if d.is_dir() and not d.name.startswith("."))
+
+
 def _images(root: Path, classes: list[str]) -> Columns:
     image_module = need("PIL.Image")
     pixels, labels = [], []
-    extra = sorted({d.name for d in root.iterdir() if d.is_dir()} - set(classes))
+    extra = sorted(set(_class_folders(root)) - set(classes))
     if extra:
         raise ValueError(f"{root}: the class {extra[0]!r} is not among the train classes")
     for label, name in enumerate(classes):
