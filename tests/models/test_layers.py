@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from scipy.signal import correlate
 
-from fedbraid.models.layers import conv2d, dropout, glorot_uniform, max_pool
+from fedbraid.models.layers import conv2d, dropout, glorot_uniform, max_pool, winograd_pays
 from fedbraid.models.winograd import POINTS, blocks_for, cook_toom, from_blocks, to_blocks
 
 
@@ -53,9 +53,9 @@ def test_blocks_and_back(h, w):
 
 # Winograd's tiles take the wide 3x3 cases of stride 1, patches the others; tiles that do not fit exactly are cropped.
 CASES = {
-    "tiles": ((2, 14, 10, 8), (3, 3, 8, 5), 1, "VALID"),
-    "tiles cropped": ((2, 9, 13, 8), (3, 3, 8, 3), 1, "SAME"),
-    "tiles padded": ((1, 7, 8, 9), (3, 3, 9, 4), 1, 1),
+    "tiles": ((2, 18, 14, 8), (3, 3, 8, 5), 1, "VALID"),
+    "tiles cropped": ((2, 15, 13, 8), (3, 3, 8, 3), 1, "SAME"),
+    "tiles padded": ((2, 14, 11, 9), (3, 3, 9, 4), 1, 1),
     "few channels": ((2, 10, 10, 2), (3, 3, 2, 4), 1, "VALID"),
     "too small for tiles": ((3, 2, 2, 8), (3, 3, 8, 4), 1, "SAME"),
     "stride": ((2, 9, 10, 8), (3, 3, 8, 4), 2, "SAME"),
@@ -71,6 +71,9 @@ def test_conv2d_and_both_gradients_are_xlas(case):
     x, w = normal(1, *shape), normal(2, *kernel)
     strides = (stride, stride) if isinstance(stride, int) else stride
     pads = ((padding,) * 2,) * 2 if isinstance(padding, int) else padding
+    out = jax.eval_shape(partial(xla_conv, strides=strides, padding=pads), x, w).shape
+    if kernel[:2] == (3, 3) and strides == (1, 1):
+        assert winograd_pays(*out[:3], shape[-1], x.dtype) == case.startswith("tiles")
     expected, expected_pullback = jax.vjp(partial(xla_conv, strides=strides, padding=pads), x, w)
     actual, pullback = jax.vjp(jax.jit(partial(conv2d, stride=stride, padding=padding)), x, w)
     close = partial(np.testing.assert_allclose, rtol=1e-4, atol=3e-4)
@@ -89,7 +92,7 @@ def test_winograd_keeps_single_precision():
 
 def test_second_derivatives_in_forward_and_reverse_mode_are_xlas():
     """Curvature along a direction, as Hessian estimates and meta-learning need it: nothing here stops a derivative."""
-    x, w, v = normal(0, 2, 8, 8, 8), 0.2 * normal(1, 3, 3, 8, 4), normal(2, 3, 3, 8, 4)
+    x, w, v = normal(0, 2, 14, 14, 8), 0.2 * normal(1, 3, 3, 8, 4), normal(2, 3, 3, 8, 4)
 
     def loss(conv, pool, w):
         return jnp.sum(jnp.square(pool(jnp.tanh(conv(x, w)))))
@@ -102,12 +105,12 @@ def test_second_derivatives_in_forward_and_reverse_mode_are_xlas():
     expected = jax.jit(lambda w: jax.grad(lambda w: jnp.vdot(jax.grad(theirs)(w), v))(w))(w)
     over_reverse = jax.jit(lambda w: jax.grad(lambda w: jnp.vdot(jax.grad(ours)(w), v))(w))(w)
     over_forward = jax.jit(lambda w: jax.jvp(jax.grad(ours), (w,), (v,))[1])(w)
-    np.testing.assert_allclose(over_reverse, expected, rtol=2e-3, atol=2e-3)
-    np.testing.assert_allclose(over_forward, expected, rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(over_reverse, expected, rtol=2e-3, atol=5e-3)
+    np.testing.assert_allclose(over_forward, expected, rtol=2e-3, atol=5e-3)
 
 
 def test_conv2d_with_a_kernel_for_each_client():
-    x, w = normal(0, 3, 2, 8, 8, 8), normal(1, 3, 3, 3, 8, 4)
+    x, w = normal(0, 3, 2, 14, 14, 8), normal(1, 3, 3, 3, 8, 4)
     batched = jax.jit(jax.vmap(conv2d))
     for one, kernel, together in zip(x, w, batched(x, w), strict=True):
         np.testing.assert_allclose(together, scipy_conv(one, kernel), rtol=1e-4, atol=1e-4)

@@ -37,7 +37,7 @@ def rows() -> dict[str, Row]:
     def row(model, x, y, nonsense):
         return Row(model, {"x": x, "y": y, "mask": mask}, nonsense)
 
-    images = rng.random((B, 12, 10, 1), dtype=np.float32)
+    images = rng.random((B, 14, 12, 1), dtype=np.float32)
     colours = rng.random((B, 8, 8, 3), dtype=np.float32)
     values = rng.standard_normal(B).astype(np.float32)
     return {
@@ -46,7 +46,7 @@ def rows() -> dict[str, Row]:
         "one_versus_all": row(models.one_versus_all(6, 3, l2=0.1), features, classes, 77),
         "softmax_regression": row(models.softmax_regression(6, 3), features, classes, 77),
         "mlp": row(models.mlp(6, 3, hidden=(7, 4)), features, classes, -1),
-        "emnist_cnn": row(models.emnist_cnn(3, image=(12, 10, 1)), images, classes, 77),
+        "emnist_cnn": row(models.emnist_cnn(3, image=(14, 12, 1)), images, classes, 77),
         "resnet18_gn": row(models.resnet18_gn(3, image=(8, 8, 3), stem="large", width=4), colours, classes, 77),
         "char_lstm": row(models.char_lstm(7, layers=2, hidden=5, embed=3), tokens, following, 77),
         "word_lstm": row(models.word_lstm(7, hidden=5, embed=3), tokens, following, 77),
@@ -271,7 +271,7 @@ def test_emnist_cnn_drops_out_in_training_alone():
     trained = [float(loss(params, row.batch, jax.random.key(i))) for i in range(3)]
     assert len({evaluated, *trained}) == 4
     assert trained[0] == float(loss(params, row.batch, jax.random.key(0)))
-    plain = models.emnist_cnn(3, image=(12, 10, 1), dropout=False)
+    plain = models.emnist_cnn(3, image=(14, 12, 1), dropout=False)
     assert float(jax.jit(plain.loss)(params, row.batch, jax.random.key(0))) == evaluated
 
 

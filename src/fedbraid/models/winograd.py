@@ -7,7 +7,7 @@ Networks", 2016. A tile of 4x4 outputs needs 6x6 inputs d and a 3x3 filter g; wi
 
 so a layer is 36 matrix products [tiles, in] @ [in, out] instead of one [16 tiles, 9 in] @ [9 in, out]. The three
 transforms are products with the constant matrices B (x) B, G (x) G and A (x) A. Everything is a dense matrix product,
-forwards and backwards, which is what compilers do well in a loop on a CPU and batched over clients on a GPU.
+forwards and backwards, which is what compilers do well, also in a loop on a CPU.
 
 Layers meet in the *block layout* [4, 4, rows, cols, B, C]: pixel (4r + i, 4c + j) of image b lies at [i, j, r, c, b].
 There, the overlapping 6x6 tiles are four plain slices, whose gradient is four plain additions.
