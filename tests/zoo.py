@@ -124,6 +124,36 @@ ALGORITHMS: dict[str, Row] = {
     "fedadagrad": Row(
         lambda **local: fb.fedadagrad(loss, client_lr=0.05, **local), refuses=_refuse_rates(fb.fedadagrad, "tau")
     ),
+    "fedgd": Row(
+        lambda **local: fb.fedgd(loss, step=0.05, local_steps=2),
+        refuses=(*_refuse_rates(fb.fedgd, "step"), (lambda: fb.fedgd(loss, objective="total"), "objective")),
+    ),
+    "fedprox_exact": Row(
+        lambda **local: fb.fedprox_exact(loss, step=0.5, prox="closed-form"),
+        refuses=(*_refuse_rates(fb.fedprox_exact, "step"), (lambda: fb.fedprox_exact(loss, prox="exact"), "prox")),
+    ),
+    "fedsplit": Row(
+        lambda **local: fb.fedsplit(loss, step=0.5, prox="closed-form", relaxation=1.0),
+        invariant=lambda server, states: max(
+            jnp.abs(x - z.mean(0)).max()
+            for x, z in zip(jax.tree.leaves(server.params), jax.tree.leaves(states.z), strict=True)
+        ),
+        exact=True,
+        refuses=(
+            *_refuse_rates(fb.fedsplit, "step", "relaxation", "regularization"),
+            (lambda: fb.fedsplit(loss, prox="gradient"), "smoothness"),
+            (lambda: fb.fedsplit(loss, estimate="dense"), "data"),
+        ),
+    ),
+    "maml": Row(
+        lambda **local: fb.maml(loss, client_lr=0.02, steps=2, server_lr=0.1, batch_size=local.get("batch_size", 2)),
+        refuses=(
+            *_refuse_rates(fb.maml, "client_lr", "alpha", "server_lr"),
+            (lambda: fb.maml(loss, support=0.0), "support"),
+            (lambda: fb.maml(loss, order="zeroth"), "order"),
+            (lambda: fb.maml(loss, steps=0), "steps"),
+        ),
+    ),
 }
 
 TRANSFORMS: dict[str, Row] = {}

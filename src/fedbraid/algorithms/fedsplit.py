@@ -23,7 +23,7 @@ z_j. Full rounds contract, so a uniformly drawn cohort contracts in mean square:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,15 +32,18 @@ from fedbraid.algorithms import server_optimizers
 from fedbraid.algorithms.local_update import local_update
 from fedbraid.algorithms.prox import (
     OBJECTIVES,
+    Curvature,
     Objective,
     ProxSolver,
     check_constants,
     client_objective,
+    curvature,
     named_solver,
     prox_gradient,
 )
 from fedbraid.algorithms.server_optimizers import ServerState, server_step
 from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number, is_zero
+from fedbraid.data.federated import Split
 from fedbraid.local import WEIGHTINGS, ClientData, Weighting, weight_of
 
 __all__ = ["fedgd", "fedprox_exact", "fedsplit"]
@@ -152,6 +155,9 @@ def fedsplit(
     regularization: Any = 0.0,
     relaxation: Any = None,
     objective: Objective = "mean",
+    estimate: Literal["dense", "lanczos"] | None = None,
+    data: Split | None = None,
+    params: Any = None,
 ) -> Algorithm:
     """FedSplit: operator splitting over the clients, ``z_j <- z_j + 2 relaxation (u_j - x)``.
 
@@ -166,6 +172,8 @@ def fedsplit(
         Douglas-Rachford, slower on those but convergent for any convex losses, and steadier on networks. By default 1
         where strong convexity is known (l > 0 is given, or a regularization), else 1/2.
     objective: f_j is the client's "mean" loss, or the "sum" over its examples.
+    estimate: read l and L off the clients of ``data`` at ``params``, from whole Hessians or by Lanczos' method
+        (``prox.curvature``); exact for least squares, a guess from one point for other losses.
 
     >>> square = lambda params, batch, key: 0.5 * jnp.mean((params - batch["x"]) ** 2)
     >>> alg = fedsplit(square, strong_convexity=1.0, smoothness=1.0, prox="closed-form")
@@ -175,6 +183,13 @@ def fedsplit(
     check_number("regularization", regularization, low=0)
     check_choice("objective", objective, OBJECTIVES)
     low, high = strong_convexity, smoothness
+    if estimate is not None:
+        if low is not None or high is not None or data is None:
+            raise ValueError(
+                f"estimate={estimate!r} finds strong_convexity and smoothness itself: leave them out, and give data "
+                "and params to find them from"
+            )
+        low, high = _estimated(curvature(loss, params, data, method=estimate, objective=objective))
     pulled = not is_zero(regularization)
     if low is not None and high is not None:
         check_constants(low, high)
@@ -216,10 +231,13 @@ def fedsplit(
                 "fedsplit keeps x = the mean of all clients' z_j, so with some of them absent it must know how many "
                 "there are: give the population"
             )
-        share = aggregate.count / aggregate.population
-        return SplitServer(
-            jax.tree.map(lambda x, p: x - share.astype(x.dtype) * p, server.params, aggregate.up.pseudograd)
+        # in the model's own precision: a ratio of integers is float32 whatever the model is
+        moved = jax.tree.map(
+            lambda x, p: x - jnp.asarray(aggregate.count, x.dtype) / jnp.asarray(aggregate.population, x.dtype) * p,
+            server.params,
+            aggregate.up.pseudograd,
         )
+        return SplitServer(moved)
 
     def reconcile(state: SplitClient, meant: Up, decoded: Up) -> SplitClient:
         # the server moved x by what it decoded, so z_j must have moved by that too
@@ -232,6 +250,12 @@ def fedsplit(
 
 class SplitServer(NamedTuple):
     params: Any
+
+
+def _estimated(found: Curvature) -> tuple[float | None, float]:
+    """l and L; a least curvature that cannot be told from 0 is none at all, since 1 / sqrt(l L) would be noise."""
+    known = found.strong_convexity > 1e-6 * found.smoothness
+    return (found.strong_convexity if known else None), found.smoothness
 
 
 def _split_step(step: Any, low: Any, high: Any) -> Any:
