@@ -15,7 +15,6 @@ from fedbraid.algorithms.base_optimizers import (
     from_optax,
     momentum,
     sgd,
-    split_options,
     warn_if_not_linear,
 )
 
@@ -153,7 +152,6 @@ def test_only_what_is_not_linear_warns_and_the_warning_names_it():
         (lambda: base_optimizer("momentum", b1=0.9), "b1 is not an option of base='momentum'.*beta"),
         (lambda: base_optimizer("sgd", beta=0.9), "beta"),
         (lambda: base_optimizer(sgd(), beta=0.9), "beta"),
-        (lambda: split_options({"batchsize": 3}), "batchsize"),
     ],
 )
 def test_refusals(call, word):

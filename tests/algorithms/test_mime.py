@@ -216,7 +216,6 @@ def test_a_base_that_is_not_linear_is_named_in_a_warning(factory):
         ({"base": "momentum", "eps": 1e-3}, "eps"),
         ({"batch_size": 0}, "batch_size"),
         ({"epochs": 1, "steps": 1}, "epochs"),
-        ({"momentum": 0.9}, "momentum"),
     ],
 )
 def test_refusals(factory, options, word):

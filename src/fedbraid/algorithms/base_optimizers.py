@@ -23,27 +23,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from fedbraid.core import check_choice, check_number, is_traced, is_zero
-from fedbraid.local import LocalOptions
 
 __all__ = [
     "BASES",
-    "BaseLocalOptions",
     "BaseOptimizer",
-    "BaseOptions",
     "adagrad",
     "adam",
     "base_optimizer",
     "from_optax",
     "momentum",
     "sgd",
-    "split_options",
     "warn_if_not_linear",
 ]
 
@@ -212,46 +208,20 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 }
 
 
-class BaseOptions(TypedDict, total=False):
-    """The options of the bases that go by name."""
+def base_optimizer(base: str | BaseOptimizer, **options: Any) -> BaseOptimizer:
+    """A base by its name and options (None: the base's own default); one built already is returned as it is.
 
-    beta: Any  # momentum; default 0.9
-    b1: Any  # adam; default 0.9
-    b2: Any  # adam; default 0.99
-    eps: Any  # adam, adagrad; default 1e-3
-    initial: Any  # first v: adam, default 0; adagrad, default 0.1
-    bias_correction: bool  # adam; default False
-
-
-class BaseLocalOptions(BaseOptions, LocalOptions, total=False):
-    """The options of a base optimizer and of local steps, together."""
-
-
-def base_optimizer(base: str | BaseOptimizer, **options: Unpack[BaseOptions]) -> BaseOptimizer:
-    """A base by its name and options; one built already is returned as it is.
-
-    >>> base_optimizer("adam", b2=0.999).name
+    >>> base_optimizer("adam", b2=0.999, beta=None).name
     'adam'
     """
+    given = {name: value for name, value in options.items() if value is not None}
     if isinstance(base, BaseOptimizer):
-        if options:
-            raise ValueError(
-                f"{sorted(options)} are options of a base given by its name; {base.name!r} is built already"
-            )
+        if given:
+            raise ValueError(f"{min(given)} is an option of a base given by name; {base.name!r} is built already")
         return base
     check_choice("base", base, tuple(BASES))
-    unknown = sorted(set(options) - set(OPTIONS[base]))
+    unknown = sorted(set(given) - set(OPTIONS[base]))
     if unknown:
         allowed = ", ".join(OPTIONS[base]) or "none"
         raise ValueError(f"{unknown[0]} is not an option of base={base!r}; its options are: {allowed}")
-    return BASES[base](**options)
-
-
-def split_options(options: Any) -> tuple[Any, Any]:
-    """Mixed keyword options as (options of the base, options of the local steps)."""
-    unknown = sorted(set(options) - set(BaseLocalOptions.__annotations__))
-    if unknown:
-        known = ", ".join(BaseLocalOptions.__annotations__)
-        raise ValueError(f"unknown option {unknown[0]!r}; beside its own arguments this method takes: {known}")
-    of_base = {name: value for name, value in options.items() if name in BaseOptions.__annotations__}
-    return of_base, {name: value for name, value in options.items() if name not in of_base}
+    return BASES[base](**given)

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, Unpack
 import jax
 import jax.numpy as jnp
 
+from fedbraid.algorithms.scaffold import share_heard
 from fedbraid.algorithms.server_only import Loss
 from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_number
 from fedbraid.local import LocalOptions, batches_of, local_work, weight_of
@@ -79,8 +80,8 @@ def feddyn(loss: Loss, *, alpha: Any = 0.1, client_lr: Any = 0.1, **local: Unpac
         return jax.tree.map(lambda g, m, d: g + alpha * (d - m), g_i, meant.pseudograd, decoded.pseudograd)
 
     def receive(server: FedDynState, aggregate: Aggregate, key: Any) -> FedDynState:
-        move, heard = aggregate.up.pseudograd, aggregate.count / aggregate.population
-        h = jax.tree.map(lambda h, d: h + alpha * jnp.asarray(heard, h.dtype) * d, server.h, move)
+        move, heard = aggregate.up.pseudograd, share_heard(aggregate)
+        h = jax.tree.map(lambda h, d: h + alpha * heard.astype(h.dtype) * d, server.h, move)
         return FedDynState(jax.tree.map(lambda x, d, h: x - d - h / alpha, server.params, move, h), h)
 
     exchange = Exchange(

@@ -39,16 +39,10 @@ from typing import Any, Literal, NamedTuple, Unpack
 import jax
 import jax.numpy as jnp
 
-from fedbraid.algorithms.base_optimizers import (
-    BaseLocalOptions,
-    BaseOptimizer,
-    base_optimizer,
-    split_options,
-    warn_if_not_linear,
-)
+from fedbraid.algorithms.base_optimizers import BaseOptimizer, base_optimizer, warn_if_not_linear
 from fedbraid.algorithms.server_only import Gradients, Loss, full_gradients, gradient_exchange
 from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number
-from fedbraid.local import WEIGHTINGS, Fold, LocalWork, Weighting, batches_of, weight_of
+from fedbraid.local import WEIGHTINGS, Fold, LocalOptions, LocalWork, Weighting, batches_of, weight_of
 
 __all__ = ["PROTOCOLS", "Protocol", "locmime", "mime", "mimelite"]
 
@@ -88,22 +82,20 @@ def _mime(
     *,
     correction: bool,
     local_state: bool,
-    base: str | BaseOptimizer,
+    base: BaseOptimizer,
     client_lr: Any,
     server_lr: Any,
     protocol: Protocol,
     weighting: Weighting,
-    options: Any,
+    local: LocalOptions,
 ) -> Algorithm:
-    base_options, local = split_options(options)
-    chosen = base_optimizer(base, **base_options)
-    warn_if_not_linear(method, chosen)
-    rate = check_number("client_lr", chosen.lr if client_lr is None else client_lr, low=0, open_low=True)
+    warn_if_not_linear(method, base)
+    rate = check_number("client_lr", base.lr if client_lr is None else client_lr, low=0, open_low=True)
     check_number("server_lr", server_lr, low=0)
     check_choice("protocol", protocol, PROTOCOLS)
     check_choice("weighting", weighting, WEIGHTINGS)
     batches = batches_of(**local)
-    needs_gradients = correction or chosen.tracks
+    needs_gradients = correction or base.tracks
     two_exchanges = needs_gradients and protocol != "lagged"
 
     def start(down: Down, state: Any, key: Any) -> Walk:
@@ -116,8 +108,8 @@ def _mime(
             g = jax.tree.map(lambda g, at_x, c: g - at_x + c, g, at_x, down.aux.c)
         s = walk.s if local_state else down.aux.s
         return Walk(
-            jax.tree.map(lambda y, u: y - rate * u, walk.y, chosen.update(g, s, walk.y)),
-            chosen.track(g, s, walk.y) if local_state else (),
+            jax.tree.map(lambda y, u: y - rate * u, walk.y, base.update(g, s, walk.y)),
+            base.track(g, s, walk.y) if local_state else (),
             walk.k + 1,
             walk.loss + value.astype(walk.loss.dtype),
         )
@@ -136,7 +128,7 @@ def _mime(
     def receive_gradient(server: MimeState, aggregate: Aggregate, key: Any) -> MimeState:
         c = aggregate.up.pseudograd
         # the clients of this round still step with the old s (Appendix G), so the new one waits
-        pending = chosen.track(c, server.s, server.params)
+        pending = base.track(c, server.s, server.params)
         return server._replace(c=c if correction else (), pending=pending)
 
     def receive_update(server: MimeState, aggregate: Aggregate, key: Any) -> MimeState:
@@ -146,7 +138,7 @@ def _mime(
         if not needs_gradients:
             return server._replace(params=x)
         c = aggregate.up.aux
-        return MimeState(x, chosen.track(c, server.s, server.params), c if correction else ())
+        return MimeState(x, base.track(c, server.s, server.params), c if correction else ())
 
     train = Fold(start, step, finish, batches)
     if not needs_gradients or two_exchanges:
@@ -160,7 +152,7 @@ def _mime(
         exchanges = (ask, update._replace(cohort="same" if protocol == "two-phase" else "fresh"))
 
     def init(params: PyTree) -> MimeState:
-        s = chosen.init(params)
+        s = base.init(params)
         c = jax.tree.map(jnp.zeros_like, params) if correction else ()
         return MimeState(params, s, c, s if two_exchanges else ())
 
@@ -175,7 +167,13 @@ def mime(
     server_lr: Any = 1.0,
     protocol: Protocol = "two-phase",
     weighting: Weighting = "examples",
-    **options: Unpack[BaseLocalOptions],
+    beta: Any = None,
+    b1: Any = None,
+    b2: Any = None,
+    eps: Any = None,
+    initial: Any = None,
+    bias_correction: bool | None = None,
+    **local: Unpack[LocalOptions],
 ) -> Algorithm:
     """Mime: every local step is one of the base optimizer on an SVRG-corrected gradient, with the server's state.
 
@@ -192,12 +190,12 @@ def mime(
         loss,
         correction=True,
         local_state=False,
-        base=base,
+        base=base_optimizer(base, beta=beta, b1=b1, b2=b2, eps=eps, initial=initial, bias_correction=bias_correction),
         client_lr=client_lr,
         server_lr=server_lr,
         protocol=protocol,
         weighting=weighting,
-        options=options,
+        local=local,
     )
 
 
@@ -209,7 +207,13 @@ def mimelite(
     server_lr: Any = 1.0,
     protocol: Protocol = "lagged",
     weighting: Weighting = "examples",
-    **options: Unpack[BaseLocalOptions],
+    beta: Any = None,
+    b1: Any = None,
+    b2: Any = None,
+    eps: Any = None,
+    initial: Any = None,
+    bias_correction: bool | None = None,
+    **local: Unpack[LocalOptions],
 ) -> Algorithm:
     """MimeLite: Mime without the correction, so that no c is sent; over sgd it is FedAvg.
 
@@ -222,12 +226,12 @@ def mimelite(
         loss,
         correction=False,
         local_state=False,
-        base=base,
+        base=base_optimizer(base, beta=beta, b1=b1, b2=b2, eps=eps, initial=initial, bias_correction=bias_correction),
         client_lr=client_lr,
         server_lr=server_lr,
         protocol=protocol,
         weighting=weighting,
-        options=options,
+        local=local,
     )
 
 
@@ -240,7 +244,13 @@ def locmime(
     correction: bool = True,
     protocol: Protocol = "two-phase",
     weighting: Weighting = "examples",
-    **options: Unpack[BaseLocalOptions],
+    beta: Any = None,
+    b1: Any = None,
+    b2: Any = None,
+    eps: Any = None,
+    initial: Any = None,
+    bias_correction: bool | None = None,
+    **local: Unpack[LocalOptions],
 ) -> Algorithm:
     """Loc-Mime: Mime whose clients also update their copy of the base's state; ``correction=False``: MimeLite's.
 
@@ -251,10 +261,10 @@ def locmime(
         loss,
         correction=correction,
         local_state=True,
-        base=base,
+        base=base_optimizer(base, beta=beta, b1=b1, b2=b2, eps=eps, initial=initial, bias_correction=bias_correction),
         client_lr=client_lr,
         server_lr=server_lr,
         protocol=protocol,
         weighting=weighting,
-        options=options,
+        local=local,
     )

@@ -90,7 +90,7 @@ def _mvr(
     protocol: Protocol,
     anchor: Anchor,
     weighting: Weighting,
-    local: Any,
+    local: LocalOptions,
 ) -> Algorithm:
     check_number("a", a, low=0, high=1)
     check_number("client_lr", client_lr, low=0, open_low=True)

@@ -33,7 +33,7 @@ from fedbraid.algorithms.server_only import Gradients, Loss, full_gradients
 from fedbraid.core import MEAN, Aggregate, Algorithm, Down, Exchange, Reducer, Report, Up, check_choice, check_number
 from fedbraid.local import WEIGHTINGS, Fold, LocalOptions, LocalWork, Weighting, batches_of, weight_of
 
-__all__ = ["ScaffoldState", "scaffold"]
+__all__ = ["UNIFORM_AUX", "ScaffoldState", "scaffold", "share_heard"]
 
 PyTree = Any
 
@@ -64,6 +64,12 @@ def _finish(total: Up, weight: Any, count: Any) -> Up:
 
 UNIFORM_AUX = Reducer(_lift, _finish)
 """The weighted mean of the pseudogradients, and the unweighted mean of what comes beside them."""
+
+
+def share_heard(aggregate: Aggregate) -> Any:
+    """|S|/N in the widest float there is: int32 by int32 would be float32, and the invariant would end there."""
+    wide = jnp.result_type(float)
+    return jnp.asarray(aggregate.count, wide) / jnp.asarray(aggregate.population, wide)
 
 
 def scaffold(
@@ -114,10 +120,10 @@ def scaffold(
         return jax.tree.map(lambda c, m, d: c + (d - m), c_i, meant.aux, decoded.aux)
 
     def receive(server: ScaffoldState, aggregate: Aggregate, key: Any) -> ScaffoldState:
-        heard = aggregate.count / aggregate.population
+        heard = share_heard(aggregate)
         return ScaffoldState(
             jax.tree.map(lambda x, g: x - server_lr * g, server.params, aggregate.up.pseudograd),
-            jax.tree.map(lambda c, d: c + jnp.asarray(heard, c.dtype) * d, server.c, aggregate.up.aux),
+            jax.tree.map(lambda c, d: c + heard.astype(c.dtype) * d, server.c, aggregate.up.aux),
         )
 
     folds = (Fold(start, step, finish, batches),)

@@ -1,0 +1,156 @@
+"""Variance-reduced momentum: Algorithm 5 as printed, and what it must collapse to."""
+
+import numpy as np
+import pytest
+
+import fedbraid as fb
+from fedbraid import address
+from fedbraid.algorithms.mime import PROTOCOLS
+from fedbraid.data.federated import Split
+from fedbraid.simulate import simulate
+from quadratic_clients import flat, quadratics
+from zoo import clients, loss, start
+
+pytestmark = pytest.mark.usefixtures("x64")
+Q = quadratics(clients())
+RAGGED = {"batch_size": 2, "epochs": 2, "client_lr": 0.05}
+
+
+def mean_gradient(ids, weighting, x):
+    w = Q.weights(weighting, ids)
+    return sum(w_i * Q.gradient(i, x) for i, w_i in zip(ids, w, strict=True))
+
+
+def algorithm_5(*, lite, a, lr, server_lr, K, rounds, cohort, weighting, anchor):
+    """With full batches, and in the paper's words: d is not simplified, m and c are not merged."""
+    x, older = flat(start()), flat(start())
+    m, c = np.zeros(4), np.zeros(4)
+    for t in range(rounds):
+        ids = address.cohort(0, t, 0, 5, cohort)
+        point = older if anchor == "previous" else x
+        models = []
+        for i in ids:
+            y = x
+            for _ in range(K):
+                svrg = Q.gradient(i, y) - Q.gradient(i, point) + c
+                fresh = Q.gradient(i, y) if lite else svrg
+                d = a * fresh + (1 - a) * m + (1 - a) * (Q.gradient(i, y) - Q.gradient(i, point))
+                y = y - lr * d
+            models.append(y)
+        new, old = mean_gradient(ids, weighting, x), mean_gradient(ids, weighting, older)
+        m = a * new + (1 - a) * m + (1 - a) * (new - old)
+        c = new
+        x, older = x - server_lr * Q.weights(weighting, ids) @ (x - np.array(models)), x
+    return x
+
+
+@pytest.mark.parametrize(
+    ("lite", "anchor", "weighting"),
+    [(False, "current", "uniform"), (False, "previous", "examples"), (True, "current", "examples")],
+)
+def test_algorithm_5(lite, anchor, weighting):
+    factory = fb.mimelite_mvr if lite else fb.mime_mvr
+    options = {"a": 0.3, "server_lr": 0.9, "weighting": weighting, "anchor": anchor}
+    alg = factory(loss, client_lr=0.05, batch_size=None, steps=3, **options)
+    result = simulate(alg, start(), clients(), rounds=5, cohort=3, devices=1)
+    expected = algorithm_5(lite=lite, lr=0.05, K=3, rounds=5, cohort=3, **options)
+    assert np.abs(expected - flat(start())).max() > 1e-2
+    np.testing.assert_allclose(flat(result.params), expected, 1e-9)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_of_one_is_mime_over_sgd(protocol):
+    """Under every protocol, with partial cohorts and ragged batches; and without c it is FedAvg."""
+    mvr = fb.mime_mvr(loss, a=1.0, protocol=protocol, **RAGGED)
+    mime = fb.mime(loss, base="sgd", protocol=protocol, **RAGGED)
+    a, b = (simulate(alg, start(), clients(), rounds=3, cohort=3, devices=1) for alg in (mvr, mime))
+    assert np.abs(flat(b.params) - flat(start())).max() > 1e-3
+    np.testing.assert_allclose(flat(a.params), flat(b.params), 1e-10)
+
+
+def test_a_of_one_without_c_is_fedavg():
+    a, b = (
+        simulate(alg, start(), clients(), rounds=3, cohort=3, devices=1)
+        for alg in (fb.mimelite_mvr(loss, a=1.0, **RAGGED), fb.fedavg(loss, **RAGGED))
+    )
+    np.testing.assert_allclose(flat(a.params), flat(b.params), 1e-10)
+
+
+def test_fresh_pair_by_hand():
+    """Two groups: c and m of this round's gradient group, made at x, steer this round's update group."""
+    a, lr = 0.4, 0.05
+    alg = fb.mime_mvr(loss, a=a, client_lr=lr, protocol="split-cohort", batch_size=None, steps=2)
+    result = simulate(alg, start(), clients(), rounds=4, cohort=3, devices=1)
+    x, older, m = flat(start()), flat(start()), np.zeros(4)
+    for t in range(4):
+        first, second = (address.cohort(0, t, e, 5, 3) for e in (0, 1))
+        c, old = mean_gradient(first, "examples", x), mean_gradient(first, "examples", older)
+        m = a * c + (1 - a) * (m + c - old)
+        models = []
+        for i in second:
+            y = x
+            for _ in range(2):
+                y = y - lr * (Q.gradient(i, y) - Q.gradient(i, x) + a * c + (1 - a) * m)
+            models.append(y)
+        x, older = Q.weights("examples", second) @ np.array(models), x
+    np.testing.assert_allclose(flat(result.params), x, 1e-9)
+
+
+def test_server_only_error_decays_when_clients_are_alike():
+    """Then m_t - grad f(x_{t-1}) = (1 - a)^t (0 - grad f(x_0)): (16) keeps an average of the noise alone."""
+    one = clients().client(1)
+    alike, a, rounds = Split.from_clients([one, one, one]), 0.3, 6
+    result = simulate(fb.server_only_mvr(loss, a=a, lr=0.1), start(), alike, rounds=rounds, cohort=2, devices=1)
+    q = quadratics(alike)
+    error = flat(result.server.m) - q.gradient(0, flat(result.server.previous))
+    np.testing.assert_allclose(error, -((1 - a) ** rounds) * q.gradient(0, flat(start())), 1e-9)
+
+
+def test_server_only_by_hand():
+    a, lr = 0.3, 0.1
+    result = simulate(fb.server_only_mvr(loss, a=a, lr=lr), start(), clients(), rounds=5, cohort=3, devices=1)
+    x, older, m = flat(start()), flat(start()), np.zeros(4)
+    for t in range(5):
+        ids = address.cohort(0, t, 0, 5, 3)
+        new, old = mean_gradient(ids, "examples", x), mean_gradient(ids, "examples", older)
+        m = new + (1 - a) * (m - old)
+        x, older = x - lr * m, x
+    np.testing.assert_allclose(flat(result.params), x, 1e-10)
+
+
+def test_messages_carry_nothing_twice():
+    cost = {
+        name: [(e.down // c.model, e.up // c.model) for e in c.exchanges]
+        for name, c in {
+            "mime": fb.cost(fb.mime_mvr(loss), start(), clients()),
+            "lite": fb.cost(fb.mimelite_mvr(loss), start(), clients()),
+            "split": fb.cost(fb.mime_mvr(loss, protocol="split-cohort"), start(), clients()),
+            "server": fb.cost(fb.server_only_mvr(loss), start(), clients()),
+        }.items()
+    }
+    assert cost == {"mime": [(3, 3)], "lite": [(3, 2)], "split": [(2, 2), (2, 1)], "server": [(2, 1)]}
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"a": 1.1}, "a must"),
+        ({"a": -0.1}, "a must"),
+        ({"client_lr": 0}, "client_lr"),
+        ({"server_lr": -1}, "server_lr"),
+        ({"protocol": "eager"}, "protocol"),
+        ({"anchor": "next"}, "anchor"),
+        ({"anchor": "previous", "protocol": "two-phase"}, "anchor"),
+        ({"weighting": "rows"}, "weighting"),
+    ],
+)
+def test_refusals(options, word):
+    for factory in (fb.mime_mvr, fb.mimelite_mvr):
+        with pytest.raises(ValueError, match=word):
+            factory(loss, **options)
+
+
+def test_server_only_refusals():
+    for options, word in (({"a": 2}, "a must"), ({"lr": -1}, "lr"), ({"batch_size": 0}, "batch_size")):
+        with pytest.raises(ValueError, match=word):
+            fb.server_only_mvr(loss, **options)
