@@ -1,9 +1,10 @@
 """An algorithm whose uploads are known in advance, so that what a transform does to them can be computed by hand."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbraid.core import Algorithm, Down, Exchange, Report, Up
+from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, reduce_reports
 from fedbraid.data.federated import Split
 from fedbraid.local import Batches, ClientData, local_work
 
@@ -44,6 +45,24 @@ def sending(d, *, aux=False, opaque=False, weight=None):
     )
 
 
-def upload(exchange, down, state, data, key):
-    """One client's report."""
-    return exchange.client(down, state, ClientData.of(data), key)
+def one_round(alg, params, vectors, *, there=None, seed=0):
+    """(server, states, uploads, metrics) after one round without an engine; ``there`` says whose uploads arrive."""
+    n = len(vectors)
+    there = np.ones(n, bool) if there is None else np.asarray(there)
+    flat = {"u": jnp.asarray(vectors)}
+
+    @jax.jit
+    def run(params, keys, there, sizes):
+        server, state = alg.init(params), alg.init_client(params)
+        (exchange,) = alg.exchanges
+        down = exchange.send(server)
+
+        def client(i, size, key):
+            return exchange.client(down, state, ClientData(flat, i, size, 1), key)
+
+        reports = jax.vmap(client)(jnp.arange(n, dtype=jnp.int32), sizes, keys[1:])
+        up, weight, count = reduce_reports(exchange.reducer, reports.up, jnp.where(there, reports.weight, 0))
+        server = exchange.receive(server, Aggregate(up, weight, count, n), keys[0])
+        return server, reports.state, reports.up, reports.metrics
+
+    return run(params, jax.random.split(jax.random.key(seed), n + 1), there, jnp.ones(n, jnp.int32))

@@ -392,7 +392,7 @@ def epsilon(noise: float, sampling: float, rounds: int, delta: float) -> float:
     """
     check_number("noise", noise, low=0)
     _check_account(sampling, rounds, delta)
-    if noise == 0:
+    if rounds == 0 or noise == 0:
         return 0.0 if rounds == 0 else float("inf")
     return float(_epsilons(rounds * _renyi(noise, sampling)[None], delta)[0])
 

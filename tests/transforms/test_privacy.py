@@ -1,0 +1,271 @@
+"""Clipping on the wire, the size of the noise, the moving bound, and the accountant."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbraid as fb
+from fedbraid.core import Exchange, StructureError, check_structure
+from fedbraid.cost import cost, data_shapes
+from fedbraid.local import ClientData
+from fedbraid.simulate import simulate
+from fedbraid.transforms import adaptive_clip, clip, dp, elastic, epsilon, epsilon_by_round, median, quantize
+from transforms.toy import holding, one_round, sending
+from zoo import clients, loss, start
+
+rng = np.random.default_rng(3)
+NORMS = np.array([0.3, 0.7, 1.1, 1.9, 4.0])
+VECTORS = NORMS[:, None] * (v := rng.normal(size=(5, 6))) / np.linalg.norm(v, axis=1)[:, None]
+
+
+def all_of(up):
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(up)])
+
+
+# --- clipping --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("x64")
+def test_clipping_bounds_the_whole_upload_aux_included():
+    """SCAFFOLD sends an update and a change of its control variate: the bound is on both together."""
+    plain, bound = fb.scaffold(loss, client_lr=0.05), 0.9
+    cut = clip(plain, bound=bound)
+    split, seen = clients(), []
+    down, state = plain.exchanges[0].send(plain.init(start())), plain.init_client(start())
+
+    @jax.jit
+    def both(data, key):
+        return [alg.exchanges[0].client(down, state, data, key).up for alg in (plain, cut)]
+
+    for i in range(5):
+        arrays = {k: jnp.asarray(v) for k, v in split.arrays.items()}
+        data = ClientData(arrays, jnp.int32(split.offsets[i]), jnp.int32(split.sizes[i]), 9)
+        meant, sent = both(data, jax.random.key(i))
+        size = np.linalg.norm(all_of(meant))
+        assert np.linalg.norm(all_of(sent)) <= bound * (1 + 1e-14)
+        np.testing.assert_allclose(all_of(sent), all_of(meant) * min(1, bound / size), rtol=1e-12)
+        seen.append((size, np.linalg.norm(all_of(meant.pseudograd)), np.linalg.norm(all_of(meant.aux))))
+    # the test tells something: some upload is over the bound though both of its parts are under it, or one part is
+    assert any(size > bound for size, _, _ in seen)
+    assert all(a > 0 and b > 0 for _, a, b in seen)
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+@pytest.mark.usefixtures("x64")
+def test_the_server_gets_the_clipped_uploads_and_the_metrics_say_which(opaque):
+    alg = clip(sending(6, aux=True, opaque=opaque), bound=1.0)
+    server, _, _, metrics = one_round(alg, {"x": jnp.zeros(6)}, VECTORS)
+    size = np.sqrt(2) * NORMS  # u in the pseudograd and -u in the aux
+    np.testing.assert_allclose(server["x"], (VECTORS * np.minimum(1, 1 / size)[:, None]).sum(0), rtol=1e-10)
+    np.testing.assert_array_equal(metrics["clipped"], size > 1)
+
+
+@pytest.mark.usefixtures("x64")
+def test_without_a_bound_nothing_changes():
+    options = {"rounds": 3, "cohort": 3, "devices": 1}
+    alg = fb.fedavg(loss, client_lr=0.05, weighting="uniform")
+    plain = simulate(alg, start(), clients(), **options).params
+    for neutral in (clip(alg, bound=math.inf), dp(alg, noise=0.0, bound=math.inf)):
+        np.testing.assert_array_equal(all_of(simulate(neutral, start(), clients(), **options).params), all_of(plain))
+
+
+def test_zero_and_non_finite_uploads():
+    alg = clip(sending(3), bound=0.5)
+
+    @jax.jit
+    def sent(u):
+        down = alg.exchanges[0].send({"x": jnp.zeros(3)})
+        return alg.exchanges[0].client(down, jnp.zeros(()), ClientData.of({"u": u[None]}), jax.random.key(0)).up
+
+    np.testing.assert_array_equal(sent(jnp.zeros(3)).pseudograd["x"], np.zeros(3))
+    huge = sent(jnp.array([3e30, 0.0, -4e30])).pseudograd["x"]  # its square is not a float32
+    np.testing.assert_allclose(huge, [0.3, 0, -0.4], rtol=1e-6)
+    for bad in (np.nan, np.inf):
+        assert not alg.exchanges[0].admit(sent(jnp.array([1.0, bad, 0.0])))
+
+
+# --- the moving bound ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("x64")
+def test_the_bound_follows_the_quantile_by_the_formula():
+    """Uploads that do not change: the recursion of Andrew et al. in NumPy, and its rest at the quantile."""
+    alg = adaptive_clip(sending(6), quantile=0.5, initial=0.2, rate=0.3)
+    exchange = alg.exchanges[0]
+    first = exchange._replace(client=lambda down, k, data, key: still(exchange.client(down, k, data, key), k))
+    still_alg = alg._replace(exchanges=(first,))
+    result = simulate(still_alg, {"x": jnp.zeros(6)}, holding(VECTORS), rounds=40, devices=1)
+    bound, total = 0.2, np.zeros(6)
+    for t in range(40):
+        np.testing.assert_allclose(result.history["train/bound"][t], bound, rtol=1e-10)
+        total += (VECTORS * np.minimum(1, bound / NORMS)[:, None]).sum(0)
+        bound *= np.exp(-0.3 * (np.mean(bound >= NORMS) - 0.5))
+    np.testing.assert_allclose(result.server.own["train"], bound, rtol=1e-10)
+    np.testing.assert_allclose(result.params["x"], total, rtol=1e-9)
+    assert NORMS[1] < bound < NORMS[3]
+
+
+def still(report, k):
+    return report._replace(state=k)
+
+
+def test_adaptive_clipping_sends_a_number_down_and_a_byte_up():
+    plain, adaptive = (
+        cost(alg, {"x": jnp.zeros(6)}, holding(VECTORS)) for alg in (sending(6), adaptive_clip(sending(6)))
+    )
+    assert (adaptive.down - plain.down, adaptive.up - plain.up) == (4, 1)
+
+
+# --- noise -----------------------------------------------------------------------------------------------------------
+
+WIDE = 20_000
+
+
+@functools.cache
+def noise_of(where, quantile=None, arrived=8, seed=0):
+    """A round of uploads that are all zero: what the server has then is noise."""
+    shares = 8 if where == "clients" else None
+    alg = dp(sending(WIDE), noise=1.5, bound=0.4, where=where, shares=shares, quantile=quantile)
+    vectors = np.zeros((8, WIDE), np.float32)
+    server, *_ = one_round(alg, {"x": jnp.zeros(WIDE)}, vectors, there=np.arange(8) < arrived, seed=seed)
+    return np.asarray(alg.params(server)["x"], float), server
+
+
+@pytest.mark.parametrize(
+    ("where", "arrived", "quantile"),
+    [("server", 8, None), ("server", 3, None), ("clients", 8, None), ("clients", 3, None), ("server", 8, 0.5)],
+)
+def test_the_sum_carries_noise_of_the_promised_size(where, arrived, quantile):
+    x, _ = noise_of(where, quantile, arrived)
+    z = 1.5 if quantile is None else (1.5**-2 - (2 * 5 * 1.5) ** -2) ** -0.5
+    deviation = z * 0.4 * (np.sqrt(arrived / 8) if where == "clients" else 1)
+    assert abs(x.mean()) < 5 * deviation / np.sqrt(WIDE)
+    assert abs(x.std() / deviation - 1) < 5 / np.sqrt(2 * WIDE)
+    assert abs(np.mean(np.abs(x) < deviation) - math.erf(np.sqrt(0.5))) < 5 * 0.47 / np.sqrt(WIDE)  # normal, not else
+
+
+def test_the_bits_are_noised_too():
+    """All uploads are within the bound, so without noise the bound would move by exp(-rate (1 - quantile))."""
+    bound = float(noise_of("server", 0.5)[1].own["train"])
+    share = 0.5 - np.log(bound / 0.4) / 0.2
+    assert share != pytest.approx(1.0, abs=1e-4)
+    assert abs(share - 1) < 5 * 7.5 / 8
+
+
+@pytest.mark.usefixtures("x64")
+def test_weights_are_equal_under_dp():
+    alg = dp(sending(6, weight=lambda u: 1 + 10 * jnp.abs(u[0])), noise=0.0, bound=100.0)
+    server, *_ = one_round(alg, {"x": jnp.zeros(6)}, VECTORS)
+    np.testing.assert_allclose(server["x"], VECTORS.sum(0), rtol=1e-10)
+
+
+@pytest.mark.parametrize("where", ["server", "clients"])
+def test_another_key_gives_other_noise(where):
+    a, b = noise_of(where)[0], noise_of(where, seed=1)[0]
+    assert abs(np.corrcoef(a, b)[0, 1]) < 5 / np.sqrt(WIDE)
+
+
+# --- the accountant --------------------------------------------------------------------------------------------------
+
+
+def by_dp_accounting(events, delta):
+    from dp_accounting import rdp
+
+    accountant = rdp.RdpAccountant()
+    for event, count in events:
+        accountant.compose(event, count)
+    return accountant.get_epsilon(delta)
+
+
+def sampled(z, q):
+    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+
+    return PoissonSampledDpEvent(q, GaussianDpEvent(z))
+
+
+def test_epsilon_is_dp_accountings_own():
+    assert epsilon(1.0, 0.01, 1000, 1e-6) == pytest.approx(by_dp_accounting([(sampled(1.0, 0.01), 1000)], 1e-6))
+    assert epsilon(1.0, 0.01, 1000, 1e-6) == pytest.approx(2.4367, abs=1e-4)
+    assert epsilon(0.7, 1.0, 3, 1e-5) == pytest.approx(by_dp_accounting([(sampled(0.7, 1.0), 3)], 1e-5))
+    assert epsilon(0.0, 0.1, 1, 1e-5) == math.inf
+    assert epsilon(1.0, 0.1, 0, 1e-5) == 0
+
+
+def two_exchanges(cohort):
+    alg = sending(3)
+    first = alg.exchanges[0]
+    second = Exchange("again", first.send, first.client, first.receive, cohort=cohort)
+    return alg._replace(exchanges=(first, second))
+
+
+def test_epsilon_by_round_composes_what_was_released():
+    account = functools.partial(epsilon_by_round, sampling=0.05, rounds=20, delta=1e-5)
+    one = account(dp(sending(3), noise=1.2))
+    assert one[-1] == pytest.approx(epsilon(1.2, 0.05, 20, 1e-5))
+    assert one[6] == pytest.approx(epsilon(1.2, 0.05, 7, 1e-5))
+    assert np.all(np.diff(one) > 0)
+    # another cohort: twice as many rounds; the same cohort: one mechanism with less noise
+    fresh, same = (account(dp(two_exchanges(cohort), noise=1.2)) for cohort in ("fresh", "same"))
+    assert fresh[-1] == pytest.approx(epsilon(1.2, 0.05, 40, 1e-5))
+    assert same[-1] == pytest.approx(epsilon(1.2 / np.sqrt(2), 0.05, 20, 1e-5))
+    assert same[-1] > fresh[-1]
+    assert np.all(np.isinf(account(dp(sending(3), noise=0.0))))
+
+
+def test_fewer_uploads_than_shares_mean_less_noise_and_a_larger_epsilon():
+    alg = dp(sending(3), noise=1.2, where="clients", shares=10)
+    arrived = np.array([10, 5, 0, 10])
+    spent = epsilon_by_round(alg, sampling=0.1, rounds=4, delta=1e-5, history={"train/arrived": arrived})
+    events = [(sampled(1.2, 0.1), 2), (sampled(1.2 * np.sqrt(0.5), 0.1), 1)]
+    assert spent[-1] == pytest.approx(by_dp_accounting(events, 1e-5))
+    assert spent[2] == spent[1]  # nothing was released
+    with pytest.raises(ValueError, match="history"):
+        epsilon_by_round(alg, sampling=0.1, rounds=4, delta=1e-5)
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda: clip(sending(3), bound=0.0), "bound"),
+        (lambda: clip(sending(3), bound=float("nan")), "bound"),
+        (lambda: clip(sending(3), exchanges=["tain"]), "tain"),
+        (lambda: adaptive_clip(sending(3), quantile=1.2), "quantile"),
+        (lambda: adaptive_clip(sending(3), initial=0.0), "initial"),
+        (lambda: dp(sending(3), noise=-1.0), "noise"),
+        (lambda: dp(sending(3), bound=math.inf), "finite bound"),
+        (lambda: dp(sending(3), where="both"), "where"),
+        (lambda: dp(sending(3), where="clients"), "shares"),
+        (lambda: dp(sending(3), shares=5), "shares"),
+        (lambda: dp(sending(3), quantile=0.5, bit_noise=0.1), "bit_noise"),
+        (lambda: dp(sending(3), bit_noise=3.0), "bit_noise"),
+        (lambda: dp(dp(sending(3))), "twice"),
+        (lambda: dp(median(sending(3))), "averaged"),
+        (lambda: dp(fb.scaffold(loss)), "clients"),
+        (lambda: dp(fb.fedsplit(loss)), "where='clients'"),
+        (lambda: clip(dp(sending(3))), "dp outside"),
+        (lambda: adaptive_clip(dp(sending(3))), "dp outside"),
+        (lambda: median(dp(sending(3))), "dp outside"),
+        (lambda: elastic(dp(sending(3)), lambda params, batch: batch["x"]), "dp outside"),
+        (lambda: quantize(dp(sending(3), quantile=0.5)), "dp outside"),
+        (lambda: epsilon(-1.0, 0.1, 1, 1e-5), "noise"),
+        (lambda: epsilon(1.0, 0.0, 1, 1e-5), "sampling"),
+        (lambda: epsilon(1.0, 0.1, 1, 0.0), "delta"),
+        (lambda: epsilon_by_round(sending(3), sampling=0.1, rounds=1, delta=1e-5), "dp"),
+    ],
+)
+def test_bad_arguments_are_refused(make, word):
+    with pytest.raises(ValueError, match=word):
+        make()
+
+
+def test_whole_numbers_cannot_be_clipped():
+    alg = clip(adaptive_clip(sending(3)), bound=1.0)
+    with pytest.raises(StructureError, match="within"):
+        check_structure(alg, {"x": jnp.zeros(3)}, data_shapes(holding(np.zeros((2, 3)))))
