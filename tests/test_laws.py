@@ -127,6 +127,7 @@ def test_round_two_onward_compiles_nothing(name):
 
 @every_row
 def test_plan_devices_and_portions_change_nothing(name):
+    """Lanes on two devices (an algorithm of opaque clients runs in chunks there) against one client after the other."""
     alg, (one, _) = ROWS[name].make(**RAGGED), lossy_run(name)
     spread = simulate(
         alg,
@@ -137,7 +138,7 @@ def test_plan_devices_and_portions_change_nothing(name):
         seed=seed(),
         arrival=LOSSY,
         devices=2,
-        plan="chunks",
+        plan="lanes",
         chunk=1,
     )
     close(one.params, spread.params)

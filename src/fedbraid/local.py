@@ -223,12 +223,25 @@ class Fold(NamedTuple):
     batches: Batches
 
     def run(self, down: PyTree, state: PyTree, data: ClientData, key: Any) -> Any:
-        order, steps, begin = (jax.random.fold_in(key, i) for i in range(3))
+        carry = jax.lax.fori_loop(
+            0,
+            self.batches.count(data.size),
+            lambda k, carry: self.advance(carry, k, down, data, key),
+            self.begin(down, state, key),
+        )
+        return self.end(carry, down, state, data)
 
-        def body(k: Any, carry: PyTree) -> PyTree:
-            return self.step(carry, self.batches.take(data, k, order), jax.random.fold_in(steps, k), down)
+    def begin(self, down: PyTree, state: PyTree, key: Any) -> PyTree:
+        """The carry before the first step."""
+        return self.start(down, state, jax.random.fold_in(key, 0))
 
-        carry = jax.lax.fori_loop(0, self.batches.count(data.size), body, self.start(down, state, begin))
+    def advance(self, carry: PyTree, k: Any, down: PyTree, data: ClientData, key: Any) -> PyTree:
+        """Step number ``k``: the batch and the randomness it gets depend on ``k`` and the client's key alone."""
+        batch = self.batches.take(data, k, jax.random.fold_in(key, 1))
+        return self.step(carry, batch, jax.random.fold_in(jax.random.fold_in(key, 2), k), down)
+
+    def end(self, carry: PyTree, down: PyTree, state: PyTree, data: ClientData) -> Any:
+        """The fold's result."""
         return self.finish(carry, down, state, self.batches.bounds(data.size)[1])
 
 
@@ -245,7 +258,15 @@ class LocalWork:
     combine: Callable = _only  # (results of the folds, down, client_state, key) -> Report
 
     def __call__(self, down: PyTree, state: PyTree, data: ClientData, key: Any) -> Report:
-        results = tuple(f.run(down, state, data, jax.random.fold_in(key, i)) for i, f in enumerate(self.folds))
+        results = tuple(f.run(down, state, data, self.fold_key(key, i)) for i, f in enumerate(self.folds))
+        return self.report(results, down, state, key)
+
+    def fold_key(self, key: Any, i: int) -> Any:
+        """The randomness of fold ``i`` of a client's work."""
+        return jax.random.fold_in(key, i)
+
+    def report(self, results: tuple, down: PyTree, state: PyTree, key: Any) -> Report:
+        """What the client sends, from the results of its folds."""
         return self.combine(results, down, state, jax.random.fold_in(key, len(self.folds)))
 
     def count(self, n: Any) -> Any:

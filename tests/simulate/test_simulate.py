@@ -43,7 +43,16 @@ def test_states_on_the_host_are_the_same_run(tmp_path):
     assert len(list((tmp_path / "states").glob("*.npy"))) == 2
 
 
-@pytest.mark.parametrize("options", [{"devices": 4}, {"devices": 3, "plan": "chunks", "chunk": 2}, {"plan": "chunks"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"devices": 4},
+        {"devices": 3, "plan": "chunks", "chunk": 2},
+        {"plan": "chunks"},
+        {"plan": "lanes", "devices": 1, "chunk": 3},
+        {"plan": "lanes", "devices": 2},
+    ],
+)
 def test_layout_changes_float32_results_by_rounding_only(options):
     with jax.enable_x64(False):
         alg = ROWS["fedavg"].make(batch_size=2, epochs=2)
@@ -60,7 +69,7 @@ def test_log_normal_sizes_are_balanced_and_nothing_is_masked():
         for _ in range(20):
             steps = -(-np.maximum(1, rng.lognormal(np.log(200), 0.6, 100)).astype(int) // 20)
             plan = Plan("sequential", devices, 100, 1)
-            slots, load = lay_out(plan, np.arange(100), np.arange(100), steps * 20, steps, 100)
+            slots, load = lay_out(plan, np.arange(100), np.arange(100), steps * 20, [steps], 100)
             loads.append(load)
             assert sorted(slots.ids[slots.ids < 100].tolist()) == list(range(100))
             work = np.where(slots.ids < 100, steps[np.minimum(slots.ids, 99)], 0).reshape(devices, -1).sum(1)
@@ -74,12 +83,31 @@ def test_sorted_chunks_mask_less_than_one_wide_vmap():
     steps = -(-np.maximum(1, rng.lognormal(np.log(200), 0.6, 100)).astype(int) // 20)
 
     def masked(chunk):
-        _, load = lay_out(Plan("chunks", 1, 100, chunk), np.arange(100), np.arange(100), steps, steps, 100)
+        _, load = lay_out(Plan("chunks", 1, 100, chunk), np.arange(100), np.arange(100), steps, [steps], 100)
         return load.masked / (load.masked + load.steps)
 
     brute = 1 - steps.sum() / (100 * steps.max())
     assert masked(100) == pytest.approx(brute)
     assert masked(10) < masked(25) < masked(100)
+
+
+def test_lanes_mask_little_where_a_wide_vmap_masks_most():
+    rng, loads = np.random.default_rng(0), []
+    for _ in range(20):
+        steps = -(-np.maximum(1, rng.lognormal(np.log(200), 0.6, 100)).astype(int) // 20)
+        slots, load = lay_out(Plan("lanes", 1, 100, 25), np.arange(100), np.arange(100), steps * 20, [steps], 100)
+        loads.append(load)
+        # replay the timetable: every client runs on one lane for exactly its steps
+        table = slots.lanes[0]
+        running, since, now = dict(enumerate(table.first)), dict.fromkeys(range(25), 0), 0
+        for wait, lane, slot, following in zip(table.wait, table.lane, table.slot, table.next, strict=True):
+            now += wait
+            assert running[lane] == slot
+            assert now - since[lane] == steps[slots.ids[slot]]
+            running[lane], since[lane] = following, now
+        assert sorted(table.slot) == list(range(100))
+    # over rounds: a single one may be bound by a client longer than a lane's share
+    assert sum(load.masked for load in loads) < 0.1 * sum(load.masked + load.steps for load in loads)
 
 
 def test_non_finite_uploads_are_dropped_counted_and_do_not_touch_state():

@@ -58,7 +58,7 @@ class Evaluation(_Section):
 class Engine(_Section):
     """How it is computed; results do not depend on it beyond rounding."""
 
-    plan: Literal["auto", "sequential", "chunks"] = "auto"
+    plan: Literal["auto", "sequential", "chunks", "lanes"] = "auto"
     chunk: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     devices: Annotated[int, Field(ge=1)] | None = None
     data_in: Literal["auto", "device", "host"] = "auto"

@@ -2,7 +2,8 @@
 
 The program runs a dynamic number of rounds between two looks of the host, so it compiles once whatever the evaluation
 and checkpoint intervals are, and its results do not depend on them. Clients are spread over the devices of a mesh by
-``shard_map``; on each device a plan (see :mod:`fedbraid.simulate.plan`) runs them in sequence or in vmapped chunks.
+``shard_map``; on each device a plan (see :mod:`fedbraid.simulate.plan`) runs them in sequence, in vmapped chunks or on
+lanes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from fedbraid import address
-from fedbraid.core import Aggregate, Algorithm, Exchange
+from fedbraid.core import Aggregate, Algorithm, Exchange, Report
 from fedbraid.local import ClientData, LocalWork
 from fedbraid.simulate.arrival import Arrival, everyone
 from fedbraid.simulate.devices import AXIS
@@ -53,11 +54,10 @@ def _add(a: PyTree, b: PyTree) -> PyTree:
     return jax.tree.map(jnp.add, a, b)
 
 
-def _run_client(
-    exchange: Exchange, arrival: Arrival, down: PyTree, key: Any, data: ClientData, state: PyTree, client: Any
+def _settle(
+    exchange: Exchange, arrival: Arrival, key: Any, data: ClientData, state: PyTree, client: Any, report: Report
 ) -> Outcome:
-    """One client's exchange. Its state commits, and its upload counts, only if the upload arrived and was admitted."""
-    report = exchange.client(down, state, data, address.client_key(key, client))
+    """What becomes of a report: it counts, and the state commits, only if the upload arrived and was admitted."""
     steps = exchange.client.count(data.size) if isinstance(exchange.client, LocalWork) else jnp.int32(1)
     arrived = arrival(address.arrival_key(key, client), steps)
     taken = arrived & exchange.admit(report.up)
@@ -74,32 +74,34 @@ def _run_client(
     return Outcome(tally, _select(taken, report.state, state))
 
 
-def _zeros(shapes: PyTree) -> PyTree:
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+def _nothing(shapes: Tally, gather: bool, many: int) -> Tally:
+    """The tally before the first client; a gather reducer keeps a row for each of ``many`` slots."""
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    if not gather:
+        return zeros
+    wide = partial(jax.tree.map, lambda leaf: jnp.zeros((many, *leaf.shape), leaf.dtype))
+    return zeros._replace(combined=wide(zeros.combined), weight=wide(zeros.weight))
+
+
+def _gain(total: Tally, one: Tally, slot: Any, gather: bool) -> Tally:
+    """The tally with one more client."""
+    if not gather:
+        return _add(total, one)
+    put = partial(jax.tree.map, lambda all_, new: all_.at[slot].set(new))
+    return Tally(put(total.combined, one.combined), put(total.weight, one.weight), *_add(total[2:], one[2:]))
 
 
 def _sequential(run: Callable, gather: bool, slots: Slots, states: PyTree) -> tuple[Tally, PyTree]:
     """One client after the other; the number of clients and of each client's steps are dynamic."""
-    pick = partial(jax.tree.map, lambda leaf: leaf[0])
-    shapes = jax.eval_shape(run, slots.ids[0], slots.offset[0], slots.size[0], pick(states))
-    start = _zeros(shapes.tally)
-    if gather:
-        many = len(slots.ids)
-        wide = partial(jax.tree.map, lambda leaf: jnp.zeros((many, *leaf.shape), leaf.dtype))
-        start = start._replace(combined=wide(start.combined), weight=wide(start.weight))
+    shapes = jax.eval_shape(run, 0, jax.tree.map(lambda leaf: leaf[0], states))
 
     def body(j: Any, carry: tuple[Tally, PyTree]) -> tuple[Tally, PyTree]:
         total, states = carry
-        outcome = run(slots.ids[j], slots.offset[j], slots.size[j], jax.tree.map(lambda leaf: leaf[j], states))
+        outcome = run(j, jax.tree.map(lambda leaf: leaf[j], states))
         states = jax.tree.map(lambda all_, new: all_.at[j].set(new), states, outcome.state)
-        one = outcome.tally
-        if gather:
-            put = partial(jax.tree.map, lambda all_, new: all_.at[j].set(new))
-            kept = Tally(put(total.combined, one.combined), put(total.weight, one.weight), *_add(total[2:], one[2:]))
-            return kept, states
-        return _add(total, one), states
+        return _gain(total, outcome.tally, j, gather), states
 
-    return jax.lax.fori_loop(0, slots.live[0], body, (start, states))
+    return jax.lax.fori_loop(0, slots.live[0], body, (_nothing(shapes.tally, gather, len(slots.ids)), states))
 
 
 def _chunks(run: Callable, gather: bool, chunk: int, slots: Slots, states: PyTree) -> tuple[Tally, PyTree]:
@@ -109,8 +111,8 @@ def _chunks(run: Callable, gather: bool, chunk: int, slots: Slots, states: PyTre
     live = (jnp.arange(many) < slots.live[0]).reshape(many // chunk, chunk)
 
     def one_chunk(carry: None, xs: Any) -> tuple[None, Any]:
-        ids, offset, size, state, used = xs
-        outcome = jax.vmap(run)(ids, offset, size, state)
+        slot, state, used = xs
+        outcome = jax.vmap(run)(slot, state)
 
         def keep(leaf: Any) -> Any:
             return jnp.where(used.reshape(chunk, *[1] * (leaf.ndim - 1)), leaf, jnp.zeros_like(leaf))
@@ -121,9 +123,7 @@ def _chunks(run: Callable, gather: bool, chunk: int, slots: Slots, states: PyTre
         sums = [jax.tree.map(lambda leaf: leaf.sum(0), part) for part in tally[2:]]
         return carry, (Tally(tally.combined, tally.weight, *sums), outcome.state)
 
-    _, (tallies, states) = jax.lax.scan(
-        one_chunk, None, (*cut((slots.ids, slots.offset, slots.size)), cut(states), live)
-    )
+    _, (tallies, states) = jax.lax.scan(one_chunk, None, (cut(jnp.arange(many)), cut(states), live))
     flat = partial(jax.tree.map, lambda leaf: leaf.reshape(many, *leaf.shape[2:]))
     total = partial(jax.tree.map, lambda leaf: leaf.sum(0))
     if gather:
@@ -131,6 +131,95 @@ def _chunks(run: Callable, gather: bool, chunk: int, slots: Slots, states: PyTre
     else:
         tally = Tally(*map(total, tallies))
     return tally, flat(states)
+
+
+class _Bench(NamedTuple):
+    """What every client of an exchange works with on one device."""
+
+    exchange: Exchange
+    arrival: Arrival
+    down: PyTree
+    key: Any
+    arrays: PyTree
+    cap: int
+
+    def data(self, slots: Slots, slot: Any) -> ClientData:
+        return ClientData(self.arrays, slots.offset[slot], slots.size[slot], self.cap)
+
+    def settle(self, slots: Slots, slot: Any, state: PyTree, report: Report) -> Outcome:
+        data = self.data(slots, slot)
+        return _settle(self.exchange, self.arrival, self.key, data, state, slots.ids[slot], report)
+
+
+def _lanes(bench: _Bench, work: LocalWork, gather: bool, slots: Slots, states: PyTree) -> tuple[Tally, PyTree]:
+    """Lanes of clients in step: from one ending of the timetable to the next, every tick a step on all lanes.
+
+    Folds run one after the other over the whole cohort. The results of all but the last are kept, one per client; the
+    last one's are reduced as they come, so a single fold needs the memory of its lanes, not of the cohort.
+    """
+    kept: tuple = ()
+    for index in range(len(work.folds) - 1):
+        kept = (*kept, _fold_on_lanes(bench, work, index, kept, gather, slots, states)[0])
+    return _fold_on_lanes(bench, work, len(work.folds) - 1, kept, gather, slots, states)
+
+
+def _fold_on_lanes(
+    bench: _Bench, work: LocalWork, index: int, kept: tuple, gather: bool, slots: Slots, states: PyTree
+) -> tuple[PyTree, PyTree]:
+    """One fold of the cohort: its results by slot, or for the last fold the tally; and the states."""
+    fold, table, last = work.folds[index], slots.lanes[index], index == len(work.folds) - 1
+
+    def at(tree: PyTree, i: Any) -> PyTree:
+        return jax.tree.map(lambda leaf: leaf[i], tree)
+
+    def put(tree: PyTree, i: Any, new: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf, value: leaf.at[i].set(value), tree, new)
+
+    def work_key(slot: Any) -> Any:
+        return address.client_key(bench.key, slots.ids[slot])
+
+    def begin(states: PyTree, slot: Any) -> PyTree:
+        return fold.begin(bench.down, at(states, slot), work.fold_key(work_key(slot), index))
+
+    def advance(slot: Any, k: Any, carry: PyTree) -> PyTree:
+        key = work.fold_key(work_key(slot), index)
+        return fold.advance(carry, k, bench.down, bench.data(slots, slot), key)
+
+    def result(states: PyTree, slot: Any, carry: PyTree) -> Any:
+        return fold.end(carry, bench.down, at(states, slot), bench.data(slots, slot))
+
+    def outcome(states: PyTree, slot: Any, carry: PyTree) -> Outcome:
+        results = (*(at(each, slot) for each in kept), result(states, slot, carry))
+        report = work.report(results, bench.down, at(states, slot), work_key(slot))
+        return bench.settle(slots, slot, at(states, slot), report)
+
+    def tick(_: Any, lanes: tuple) -> tuple:
+        slot, k, carry = lanes
+        return slot, k + 1, jax.vmap(advance)(slot, k, carry)
+
+    def ending(e: Any, everything: tuple) -> tuple:
+        lanes, states, gained = everything
+        lane, slot, following = table.lane[e], table.slot[e], table.next[e]
+        running, k, carry = jax.lax.fori_loop(0, table.wait[e], tick, lanes)
+        ended = at(carry, lane)
+        carry = put(carry, lane, begin(states, following))
+        if last:
+            one = outcome(states, slot, ended)
+            states, gained = put(states, slot, one.state), _gain(gained, one.tally, slot, gather)
+        else:
+            gained = put(gained, slot, result(states, slot, ended))
+        return (running.at[lane].set(following), k.at[lane].set(0), carry), states, gained
+
+    many = len(slots.ids)
+    lanes = (table.first, jnp.zeros_like(table.first), jax.vmap(partial(begin, states))(table.first))
+    example = (states, table.first[0], at(lanes[2], 0))
+    if last:
+        start = _nothing(jax.eval_shape(outcome, *example).tally, gather, many)
+    else:
+        shapes = jax.eval_shape(result, *example)
+        start = jax.tree.map(lambda s: jnp.zeros((many, *s.shape), s.dtype), shapes)
+    _, states, gained = jax.lax.fori_loop(0, slots.live[0], ending, (lanes, states, start))
+    return gained, states
 
 
 class Engine(NamedTuple):
@@ -158,12 +247,17 @@ def make_engine(
         gather = exchange.reducer.gather
 
         def on_device(down: PyTree, arrays: PyTree, slots: Slots, states: PyTree, key: Any) -> tuple[Tally, PyTree]:
-            def run(client: Any, offset: Any, size: Any, state: PyTree) -> Outcome:
-                data = ClientData(arrays, offset, size, cap)
-                return _run_client(exchange, arrival, down, key, data, state, client)
+            bench = _Bench(exchange, arrival, down, key, arrays, cap)
+
+            def run(slot: Any, state: PyTree) -> Outcome:
+                work_key = address.client_key(key, slots.ids[slot])
+                report = exchange.client(down, state, bench.data(slots, slot), work_key)
+                return bench.settle(slots, slot, state, report)
 
             if plan.kind == "sequential":
                 tally, states = _sequential(run, gather, slots, states)
+            elif plan.kind == "lanes" and isinstance(exchange.client, LocalWork):
+                tally, states = _lanes(bench, exchange.client, gather, slots, states)
             else:
                 tally, states = _chunks(run, gather, plan.chunk, slots, states)
             if plan.devices > 1:
@@ -209,7 +303,7 @@ def make_engine(
     @partial(jax.jit, donate_argnums=(1,))
     def rounds(server, states, arrays, slots, first, number, seed_key):
         def at(i: Any) -> tuple:
-            return tuple(Slots(*(leaf[i] for leaf in s)) for s in slots)
+            return jax.tree.map(lambda leaf: leaf[i], slots)
 
         length = len(slots[0].ids)
         shapes = jax.eval_shape(one_round, server, states, arrays, at(0), first, seed_key)[2]

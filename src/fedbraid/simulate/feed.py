@@ -51,8 +51,10 @@ class Feed:
         """The slots of every exchange of a round, with offsets into the whole data."""
         cohorts = cohorts_of(self.alg, self.seed, round_, self.split.num_clients, self.plan.cohort)
         return [
-            lay_out(self.plan, ids, self.starts[ids], self.sizes[ids], steps[ids], self.split.num_clients)
-            for ids, steps in zip(cohorts, self.steps, strict=True)
+            lay_out(
+                self.plan, ids, self.starts[ids], self.sizes[ids], [fold[ids] for fold in folds], self.split.num_clients
+            )
+            for ids, folds in zip(cohorts, self.steps, strict=True)
         ]
 
     def resident_arrays(self) -> dict[str, Any]:
@@ -78,12 +80,11 @@ class Feed:
         indices = range(len(self.alg.exchanges))
         if self.stream:
             blocks = [self._block(slots) for slots, _ in layouts[0]]
-            slots = tuple(Slots(*(leaf[None] for leaf in block)) for block, _ in blocks)
+            slots = tuple(jax.tree.map(lambda leaf: leaf[None], block) for block, _ in blocks)
             return Portion(first, 1, slots, tuple(arrays for _, arrays in blocks), loads)
         padded = layouts + [layouts[-1]] * (self.window - number)
         slots = tuple(
-            Slots(*(np.stack(leaves) for leaves in zip(*(layout[i][0] for layout in padded), strict=True)))
-            for i in indices
+            jax.tree.map(lambda *leaves: np.stack(leaves), *(layout[i][0] for layout in padded)) for i in indices
         )
         return Portion(first, number, slots, tuple(self.resident_arrays() for _ in indices), loads)
 

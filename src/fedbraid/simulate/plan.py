@@ -1,11 +1,15 @@
 """Who is trained where: cohorts laid out over devices, balanced, before a round runs.
 
-Two plans share one layout of *slots* (device-major):
+Three plans share one layout of *slots* (device-major):
 
 - ``sequential``: every device takes its clients one after the other with a dynamic number of steps. Nothing is masked;
   clients are dealt out longest first, each to the device with the least work. The plan of a CPU: one client per core.
 - ``chunks``: every device takes vmapped chunks of clients sorted by their number of steps, so that a chunk's clients
-  end at about the same time. Steps of a client that has ended before its chunk are masked. The plan of a GPU.
+  end at about the same time. Steps of a client that has ended before its chunk are masked. The plan of opaque clients.
+- ``lanes``: every device keeps some lanes busy; each has a queue of clients, and every tick is one local step on all
+  lanes. Where a client ends, its result is taken and the next one starts in its place. Step counts are known before the
+  round, so the whole timetable is made here: the compiled loop goes from one ending to the next and selects nothing.
+  The plan of a GPU.
 """
 
 from __future__ import annotations
@@ -26,10 +30,10 @@ __all__ = ["Plan", "Slots", "cohorts_of", "lay_out", "steps_of"]
 class Plan(NamedTuple):
     """How cohorts are laid out: fixed for a run, so that it compiles once."""
 
-    kind: Literal["sequential", "chunks"]
+    kind: Literal["sequential", "chunks", "lanes"]
     devices: int
     cohort: int
-    chunk: int  # clients in one vmap; 1 in the sequential plan
+    chunk: int  # clients in one vmap, or lanes; 1 in the sequential plan
 
     @property
     def slots(self) -> int:
@@ -39,6 +43,16 @@ class Plan(NamedTuple):
         return -(-self.cohort // (self.devices * self.chunk)) * self.chunk
 
 
+class Timetable(NamedTuple):
+    """One fold of a cohort on lanes: its endings in order of time, arrays over ``devices * slots``."""
+
+    first: Any  # [devices * lanes] slot that each lane starts with
+    wait: Any  # ticks from the ending before
+    lane: Any  # where a client ends
+    slot: Any  # which
+    next: Any  # slot that starts there then; the same one again when the queue is empty
+
+
 class Slots(NamedTuple):
     """One exchange of one round: arrays over ``devices * slots``, device-major."""
 
@@ -46,6 +60,7 @@ class Slots(NamedTuple):
     offset: Any
     size: Any
     live: Any  # [devices] number of slots in use; they come first
+    lanes: tuple[Timetable, ...] = ()  # per fold, in the plan of lanes
 
 
 class Load(NamedTuple):
@@ -56,9 +71,11 @@ class Load(NamedTuple):
     imbalance: float
 
 
-def steps_of(client: Callable, sizes: np.ndarray) -> np.ndarray:
-    """Local steps of clients with ``sizes`` examples; an opaque client counts as one step."""
-    return np.asarray(client.count(sizes)) if isinstance(client, LocalWork) else np.ones_like(sizes)
+def steps_of(client: Callable, sizes: np.ndarray) -> list[np.ndarray]:
+    """Local steps per fold of clients with ``sizes`` examples; an opaque client counts as one step."""
+    if not isinstance(client, LocalWork):
+        return [np.ones_like(sizes)]
+    return [np.broadcast_to(fold.batches.count(sizes), sizes.shape) for fold in client.folds]
 
 
 def cohorts_of(alg: Algorithm, seed: int, round_: int, population: int, size: int) -> list[np.ndarray]:
@@ -71,12 +88,12 @@ def cohorts_of(alg: Algorithm, seed: int, round_: int, population: int, size: in
 
 
 def lay_out(
-    plan: Plan, ids: np.ndarray, offsets: np.ndarray, sizes: np.ndarray, steps: np.ndarray, population: int
+    plan: Plan, ids: np.ndarray, offsets: np.ndarray, sizes: np.ndarray, folds: list[np.ndarray], population: int
 ) -> tuple[Slots, Load]:
-    """Deal a cohort out to the devices. ``offsets``, ``sizes``, ``steps`` are those of ``ids``."""
+    """Deal a cohort out to the devices. ``offsets``, ``sizes`` and the ``folds``' steps are those of ``ids``."""
+    steps = np.sum(folds, axis=0)
     order = np.argsort(-steps, kind="stable")
-    deal = _longest_first if plan.kind == "sequential" else _striped
-    hands = deal(plan, order, steps)
+    hands = _longest_first(order, steps, plan.devices) if plan.kind == "sequential" else _striped(plan, order)
     shape = (plan.devices, plan.slots)
     slot_ids = np.full(shape, population, np.int32)
     slot_offset, slot_size = np.zeros(shape, np.int32), np.ones(shape, np.int32)
@@ -86,12 +103,26 @@ def lay_out(
         slot_size[d, : len(hand)] = sizes[hand]
     live = np.array([len(hand) for hand in hands], np.int32)
     slots = Slots(slot_ids.ravel(), slot_offset.ravel(), slot_size.ravel(), live)
-    return slots, _load(plan, hands, steps)
+    done = [int(steps[hand].sum()) for hand in hands]
+    if plan.kind == "sequential":
+        spent = done
+    elif plan.kind == "chunks":
+        spent = [_chunked(plan, steps[hand]) for hand in hands]
+    else:
+        tables = [[_timetable(plan, fold[hand]) for fold in folds] for hand in hands]
+        spent = [sum(ticks for _, ticks in device) * plan.chunk for device in tables]
+        stacked = tuple(
+            Timetable(*(np.concatenate(parts) for parts in zip(*(device[f][0] for device in tables), strict=True)))
+            for f in range(len(folds))
+        )
+        slots = slots._replace(lanes=stacked)
+    return slots, Load(sum(done), sum(spent) - sum(done), max(spent) * len(spent) / max(sum(spent), 1))
 
 
-def _longest_first(plan: Plan, order: np.ndarray, steps: np.ndarray) -> list[list[int]]:
-    heap = [(0, d) for d in range(plan.devices)]
-    hands: list[list[int]] = [[] for _ in range(plan.devices)]
+def _longest_first(order: np.ndarray, steps: np.ndarray, many: int) -> list[list[int]]:
+    """Deal out in the given order, each to the hand with the least work so far."""
+    heap = [(0, d) for d in range(many)]
+    hands: list[list[int]] = [[] for _ in range(many)]
     for i in order.tolist():
         work, d = heapq.heappop(heap)
         hands[d].append(i)
@@ -99,7 +130,7 @@ def _longest_first(plan: Plan, order: np.ndarray, steps: np.ndarray) -> list[lis
     return hands
 
 
-def _striped(plan: Plan, order: np.ndarray, steps: np.ndarray) -> list[list[int]]:
+def _striped(plan: Plan, order: np.ndarray) -> list[list[int]]:
     """Devices take sorted chunks in turn: chunk by chunk they run clients of about the same length."""
     stride = plan.chunk * plan.devices
     hands: list[list[int]] = [[] for _ in range(plan.devices)]
@@ -111,12 +142,24 @@ def _striped(plan: Plan, order: np.ndarray, steps: np.ndarray) -> list[list[int]
     return hands
 
 
-def _load(plan: Plan, hands: list[list[int]], steps: np.ndarray) -> Load:
-    done = [sum(int(steps[i]) for i in hand) for hand in hands]
-    spent = done
-    if plan.kind == "chunks":
-        spent = []
-        for hand in hands:
-            chunks = [hand[a : a + plan.chunk] for a in range(0, len(hand), plan.chunk)]
-            spent.append(sum(plan.chunk * max(int(steps[i]) for i in chunk) for chunk in chunks))
-    return Load(sum(done), sum(spent) - sum(done), max(spent) * len(spent) / max(sum(spent), 1))
+def _chunked(plan: Plan, steps: np.ndarray) -> int:
+    """Steps computed when every chunk runs as long as its longest client."""
+    return sum(plan.chunk * int(steps[a : a + plan.chunk].max()) for a in range(0, len(steps), plan.chunk))
+
+
+def _timetable(plan: Plan, steps: np.ndarray) -> tuple[Timetable, int]:
+    """When which client of one device ends on which lane, and how many ticks it takes in all."""
+    queues = _longest_first(np.argsort(-steps, kind="stable"), steps, plan.chunk)
+    endings = []
+    for lane, queue in enumerate(queues):
+        time = 0
+        for slot, following in zip(queue, [*queue[1:], None], strict=True):
+            time += int(steps[slot])
+            endings.append((time, lane, slot, slot if following is None else following))
+    endings.sort()
+    table = np.zeros((4, plan.slots), np.int32)
+    if endings:
+        table[:, : len(endings)] = np.array(endings, np.int32).T
+        table[0, : len(endings)] = np.diff(table[0, : len(endings)], prepend=0)
+    first = np.array([queue[0] if queue else 0 for queue in queues], np.int32)
+    return Timetable(first, *table), endings[-1][0] if endings else 0

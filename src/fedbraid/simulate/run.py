@@ -24,13 +24,14 @@ from fedbraid.simulate.devices import client_mesh, free_memory, replicated
 from fedbraid.simulate.engine import Engine, make_engine
 from fedbraid.simulate.evaluate import evaluator, summarize
 from fedbraid.simulate.feed import Feed, Portion
-from fedbraid.simulate.plan import Plan, Slots
+from fedbraid.simulate.plan import Plan
 from fedbraid.simulate.states import HostStates
 
 __all__ = ["Checkpoints", "Progress", "Result", "simulate"]
 
 PyTree = Any
 WINDOW = 64  # rounds in one compiled call at most
+LANES = 32  # fill a large GPU; more only mask more
 LOOK = 0.25  # seconds between two looks at a run that shows its progress
 
 
@@ -94,7 +95,7 @@ def simulate(
     metrics: Callable | None = None,
     eval_every: int | None = None,
     arrival: Arrival = everyone,
-    plan: Literal["auto", "sequential", "chunks"] = "auto",
+    plan: Literal["auto", "sequential", "chunks", "lanes"] = "auto",
     chunk: int | Literal["auto"] = "auto",
     devices: int | None = None,
     data_in: Literal["auto", "device", "host"] = "auto",
@@ -129,7 +130,7 @@ def simulate(
         raise ValueError(f"cohort must be at most the population of {split.num_clients} clients, got {size}")
     if eval_every is not None:
         check_count("eval_every", eval_every)
-    check_choice("plan", plan, ("auto", "sequential", "chunks"))
+    check_choice("plan", plan, ("auto", "sequential", "chunks", "lanes"))
     check_choice("data_in", data_in, ("auto", "device", "host"))
     traffic = cost(alg, params, split)  # checks the structure too, before anything compiles
 
@@ -179,13 +180,15 @@ def _choose_plan(
 ) -> Plan:
     device, devices = mesh.devices.flat[0], mesh.devices.size
     if kind == "auto":
-        kind = "sequential" if device.platform == "cpu" else "chunks"
+        kind = "sequential" if device.platform == "cpu" else "lanes"
     if kind == "sequential":
         return Plan(kind, devices, cohort, 1)
     share = -(-cohort // devices)
     if chunk == "auto":
         need = _client_bytes(alg, params, split)
         chunk = int(max(1, 0.5 * free_memory(device) // need)) if need else share
+        if kind == "lanes":
+            chunk = min(chunk, max(LANES, share // 4))
     return Plan(kind, devices, cohort, min(check_count("chunk", chunk), share))
 
 
@@ -345,7 +348,7 @@ class _Run:
         for i in range(portion.number):
             row: dict[str, Any] = {}
             for index, slots in enumerate(portion.slots):
-                here = Slots(*(leaf[i] for leaf in slots))
+                here = jax.tree.map(lambda leaf, i=i: leaf[i], slots)
                 states = self.host_states.read(here.ids)
                 self.server, states, new = self.engine.exchange(
                     index, self.server, states, portion.arrays[index], here, portion.first + i, self.seed_key
