@@ -57,6 +57,12 @@ def _refuse_rates(factory: Callable, *names: str) -> tuple:
     return tuple((lambda n=n: factory(loss, **{n: -1.0}), n) for n in names)
 
 
+def _gap(mean: Any, states: Any) -> Any:
+    """How far a server's tree is from the mean of its clients' states."""
+    pairs = zip(jax.tree.leaves(mean), jax.tree.leaves(states), strict=True)
+    return max(jnp.abs(m - own.mean(0)).max() for m, own in pairs)
+
+
 ALGORITHMS: dict[str, Row] = {
     "local_update": Row(
         lambda **local: fb.local_update(
@@ -153,6 +159,66 @@ ALGORITHMS: dict[str, Row] = {
             (lambda: fb.maml(loss, order="zeroth"), "order"),
             (lambda: fb.maml(loss, steps=0), "steps"),
         ),
+    ),
+    "server_only": Row(
+        lambda **local: fb.server_only(
+            loss, base="momentum", lr=0.1, weighting="uniform", batch_size=local.get("batch_size", 2)
+        ),
+        exact=True,
+        refuses=(*_refuse_rates(fb.server_only, "lr"), (lambda: fb.server_only(loss, base="newton"), "base")),
+    ),
+    "server_only_mvr": Row(
+        lambda **local: fb.server_only_mvr(
+            loss, a=0.3, lr=0.1, weighting="uniform", batch_size=local.get("batch_size", 2)
+        ),
+        exact=True,
+        refuses=_refuse_rates(fb.server_only_mvr, "a", "lr"),
+    ),
+    "mime": Row(
+        lambda **local: fb.mime(loss, base="momentum", client_lr=0.05, weighting="uniform", **local),
+        exact=True,
+        refuses=(
+            *_refuse_rates(fb.mime, "client_lr", "server_lr", "beta"),
+            (lambda: fb.mime(loss, base="adam", beta=0.9), "beta"),
+            (lambda: fb.mime(loss, protocol="eager"), "protocol"),
+        ),
+    ),
+    "mimelite": Row(
+        lambda **local: fb.mimelite(loss, base="adam", client_lr=0.01, protocol="split-cohort", **local),
+        refuses=_refuse_rates(fb.mimelite, "client_lr", "server_lr"),
+    ),
+    "locmime": Row(
+        lambda **local: fb.locmime(loss, base="momentum", client_lr=0.05, weighting="uniform", **local),
+        exact=True,
+        refuses=_refuse_rates(fb.locmime, "client_lr", "server_lr"),
+    ),
+    "mime_mvr": Row(  # a lagged one stands still in its first round, so the sign shows under another protocol
+        lambda **local: fb.mime_mvr(loss, a=0.3, client_lr=0.05, protocol="two-phase", weighting="uniform", **local),
+        exact=True,
+        refuses=_refuse_rates(fb.mime_mvr, "a", "client_lr", "server_lr"),
+    ),
+    "mimelite_mvr": Row(
+        lambda **local: fb.mimelite_mvr(loss, a=0.3, client_lr=0.05, **local),
+        refuses=_refuse_rates(fb.mimelite_mvr, "a", "client_lr", "server_lr"),
+    ),
+    "scaffold": Row(
+        lambda **local: fb.scaffold(loss, client_lr=0.05, weighting="examples", **local),
+        invariant=lambda server, states: _gap(server.c, states),
+        exact=True,
+        refuses=(
+            *_refuse_rates(fb.scaffold, "client_lr", "server_lr"),
+            (lambda: fb.scaffold(loss, option="III"), "option"),
+        ),
+    ),
+    "feddyn": Row(
+        lambda **local: fb.feddyn(loss, alpha=1.0, client_lr=0.05, **local),
+        invariant=lambda server, states: _gap(server.h, states),
+        exact=True,
+        refuses=_refuse_rates(fb.feddyn, "alpha", "client_lr"),
+    ),
+    "fednova": Row(
+        lambda **local: fb.fednova(loss, client_lr=0.05, rho=0.5, alpha=0.1, **local),
+        refuses=_refuse_rates(fb.fednova, "client_lr", "server_lr", "rho", "alpha"),
     ),
 }
 
