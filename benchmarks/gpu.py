@@ -1,0 +1,152 @@
+"""Seconds per round on a GPU: lanes against one padded vmap, on ragged cohorts and in a sweep.
+
+    python benchmarks/gpu.py [--json] [--only NAME ...]
+
+- cnn: the EMNIST CNN (1,206,590 parameters), 100 clients x 10 steps x batch 20, all of one size
+- cnn-ragged: the same with log-normal client sizes (sigma 0.6) of mean 200, cohort 100
+- lstm: the one-layer character LSTM (256 units), 20 clients x 3 steps x batch 10 x 80 characters
+- lstm-sweep: nine client rates at once, cohort 20, sizes as in Shakespeare (1 to 1,003 sequences, median 17)
+- floors: copy bandwidth and matrix rate of the card, measured in the same run
+
+Times are medians over portions of rounds after the first, which compiles; the masked share is what a plan throws away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fedbraid as fb
+from fedbraid import models
+
+
+def images(sizes) -> fb.Split:
+    rng = np.random.default_rng(0)
+    n = int(np.sum(sizes))
+    arrays = {"x": rng.random((n, 28, 28, 1), dtype=np.float32), "y": rng.integers(0, 62, n).astype(np.int32)}
+    return fb.Split(arrays, np.concatenate([[0], np.cumsum(sizes)]))
+
+
+def texts(sizes) -> fb.Split:
+    rng = np.random.default_rng(0)
+    n = int(np.sum(sizes))
+    text = rng.integers(1, 90, (n, 81)).astype(np.int32)
+    return fb.Split({"x": text[:, :-1].copy(), "y": text[:, 1:].copy()}, np.concatenate([[0], np.cumsum(sizes)]))
+
+
+def seconds_per_round(make, split, *, rates=None, rounds, **options) -> dict:
+    """Median over portions; with ``rates`` all of them run together under vmap, timed as whole calls."""
+    if rates is not None:
+        run = jax.jit(
+            lambda r: jax.vmap(lambda lr: fb.simulate(make(lr), rounds=rounds, data=split, **options).params)(r)
+        )
+        jax.block_until_ready(run(rates))
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            jax.block_until_ready(run(rates))
+            times.append((time.perf_counter() - began) / rounds)
+        return {"seconds": statistics.median(times)}
+    stamps = []
+    result = fb.simulate(
+        make(0.05),
+        data=split,
+        rounds=rounds,
+        on_progress=lambda p: stamps.append((time.perf_counter(), p.round)),
+        **options,
+    )
+    spans = [(b[0] - a[0]) / (b[1] - a[1]) for a, b in pairwise(stamps[1:])]
+    return {
+        "seconds": statistics.median(spans),
+        "masked_share": result.info.masked_share,
+        "lanes": result.info.plan.chunk,
+    }
+
+
+def cnn(sizes, cohort, **options) -> dict:
+    model = models.emnist_cnn(62)
+    params = model.init(jax.random.key(0))
+    make = lambda lr: fb.fedavg(model.loss, client_lr=lr, batch_size=20, epochs=1)  # noqa: E731
+    return seconds_per_round(make, images(sizes), params=params, cohort=cohort, rounds=60, **options)
+
+
+def lstm(sizes, cohort, *, rates=None, rounds=60, **options) -> dict:
+    model = models.char_lstm(90)
+    params = model.init(jax.random.key(0))
+    make = lambda lr: fb.fedavg(model.loss, client_lr=lr, batch_size=10, epochs=1)  # noqa: E731
+    return seconds_per_round(make, texts(sizes), rates=rates, params=params, cohort=cohort, rounds=rounds, **options)
+
+
+def floors() -> dict:
+    a = jnp.ones((1 << 29,), jnp.float32)
+    copy = jax.jit(lambda x: x + 1)
+    m = jax.random.normal(jax.random.key(0), (8192, 8192), jnp.float32)
+    product = jax.jit(lambda x: x @ x)
+
+    def timed(function, argument):
+        jax.block_until_ready(function(argument))
+        began = time.perf_counter()
+        for _ in range(10):
+            out = function(argument)
+        jax.block_until_ready(out)
+        return (time.perf_counter() - began) / 10
+
+    return {"copy_bytes_per_s": 2 * a.nbytes / timed(copy, a), "matmul_flops_per_s": 2 * 8192**3 / timed(product, m)}
+
+
+def ragged(count, seed=0):
+    rng = np.random.default_rng(seed)
+    return np.maximum(1, np.round(rng.lognormal(np.log(200) - 0.18, 0.6, count))).astype(int)
+
+
+def shakespeare(count=715, seed=0):
+    rng = np.random.default_rng(seed)
+    return np.clip(np.round(rng.lognormal(np.log(17), 1.4, count)), 1, 1003).astype(int)
+
+
+def measurements() -> dict:
+    same, wide = np.full(200, 200), ragged(400)
+    plays, rates = shakespeare(), jnp.logspace(-2, 0.5, 9)
+    found = {"floors": floors}
+    for lanes in (25, 34, 50, 100):
+        found[f"cnn, {lanes} lanes"] = lambda w=lanes: cnn(same, 100, plan="lanes", chunk=w)
+    found["cnn, vmap"] = lambda: cnn(same, 100, plan="chunks", chunk=100)
+    for lanes in (25, 34, 50):
+        found[f"cnn-ragged, {lanes} lanes"] = lambda w=lanes: cnn(wide, 100, plan="lanes", chunk=w)
+    found["cnn-ragged, vmap"] = lambda: cnn(wide, 100, plan="chunks", chunk=100)
+    found["lstm, lanes"] = lambda: lstm(np.full(60, 30), 20, plan="lanes", chunk=20)
+    found["lstm, vmap"] = lambda: lstm(np.full(60, 30), 20, plan="chunks", chunk=20)
+    for lanes in (5, 10):
+        found[f"lstm-sweep, {lanes} lanes"] = lambda w=lanes: lstm(
+            plays, 20, rates=rates, rounds=20, plan="lanes", chunk=w
+        )
+    found["lstm-sweep, vmap"] = lambda: lstm(plays, 20, rates=rates, rounds=20, plan="chunks", chunk=20)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--only", nargs="+", help="words; a measurement runs if its name has one of them")
+    options = parser.parse_args()
+    report = {"device": str(jax.devices()[0]), "jax": jax.__version__}
+    for name, measure in measurements().items():
+        if options.only and not any(word in name for word in options.only):
+            continue
+        report[name] = measure()
+        line = ", ".join(f"{k} {v:.4g}" for k, v in report[name].items())
+        print(f"{name:24} {line}", flush=True, file=sys.stderr if options.json else sys.stdout)
+    if options.json:
+        print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
