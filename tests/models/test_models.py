@@ -13,7 +13,7 @@ from sklearn.linear_model import LogisticRegression
 
 from fedbraid import models
 from fedbraid.models import Model, total
-from fedbraid.models.lstm import lstm, lstm_init
+from fedbraid.models.lstm import lstm, lstm_init, recurrence
 from fedbraid.models.resnet import group_norm
 
 B = 5
@@ -334,6 +334,33 @@ def test_lstm_is_numpys_recurrence():
         h = expit(o) * np.tanh(c)
         states.append(h)
     close(lstm(params, jnp.float32(x)), np.stack(states, 1), rtol=1e-5, atol=1e-6)
+
+
+def test_lstm_derivatives_of_both_orders_are_those_of_the_plain_loop():
+    rng = np.random.default_rng(1)
+    inputs, u = np.float32(rng.standard_normal((5, 2, 12))), np.float32(rng.standard_normal((3, 12)))
+    direction = np.float32(rng.standard_normal(inputs.shape)), np.float32(rng.standard_normal(u.shape))
+
+    def plain(inputs, u):
+        h = c = jnp.zeros((2, 3))
+        states = []
+        for gates in inputs:
+            i, f, g, o = jnp.split(gates + h @ u, 4, axis=-1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            states.append(h)
+        return jnp.stack(states)
+
+    def derivatives(function):
+        loss = lambda inputs, u: jnp.sum(jnp.sin(2 * function(inputs, u)))  # noqa: E731
+        gradient = jax.grad(loss, (0, 1))
+        curvature = jax.jvp(gradient, (inputs, u), direction)[1]
+        again = jax.grad(lambda *args: sum(map(jnp.vdot, gradient(*args), direction)), (0, 1))(inputs, u)
+        return gradient(inputs, u), curvature, again
+
+    expected = jax.jit(lambda: derivatives(plain))()
+    close(jax.jit(lambda: derivatives(recurrence))(), expected, rtol=1e-4, atol=1e-5)
+    close(expected[1], expected[2], rtol=1e-4, atol=1e-5)
 
 
 def test_sequences_count_their_real_tokens():

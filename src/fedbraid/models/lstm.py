@@ -89,17 +89,54 @@ def lstm_init(key: Array, d: int, hidden: int) -> dict[str, Array]:
 
 def lstm(params: dict[str, Array], x: Array) -> Array:
     """All hidden states [B, T, hidden] over a sequence [B, T, d], from zero state; gates in the order i, f, g, o."""
-    hidden = params["u"].shape[0]
     # The inputs' share of the gates needs no recurrence: one product for all positions.
     inputs = dense({"w": params["w"], "b": params["b"]}, x).swapaxes(0, 1)
+    return recurrence(inputs, params["u"]).swapaxes(0, 1)
+
+
+@jax.custom_jvp
+def recurrence(inputs: Array, u: Array) -> Array:
+    """States h [T, B, hidden] of an LSTM whose gates, before activation, are inputs [T, B, 4 hidden] + h_before @ u."""
+    return _unrolled(inputs, u)[0]
+
+
+def _unrolled(inputs: Array, u: Array) -> tuple[Array, ...]:
+    """The states, and what their derivative needs: the cell before, the four gates, tanh of the cell after."""
 
     def step(carry, gates):
-        h, c = carry
-        i, f, g, o = jnp.split(gates + h @ params["u"], 4, axis=-1)
-        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-        h = jax.nn.sigmoid(o) * jnp.tanh(c)
-        return (h, c), h
+        h, before = carry
+        i, f, g, o = jnp.split(gates + h @ u, 4, axis=-1)
+        i, f, g, o = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
+        c = f * before + i * g
+        squashed = jnp.tanh(c)
+        h = o * squashed
+        return (h, c), (h, before, i, f, g, o, squashed)
 
-    start = jnp.zeros((x.shape[0], hidden), inputs.dtype)
-    _, states = jax.lax.scan(step, (start, start), inputs)
-    return states.swapaxes(0, 1)
+    start = jnp.zeros((inputs.shape[1], u.shape[0]), inputs.dtype)
+    return jax.lax.scan(step, (start, start), inputs)[1]
+
+
+@recurrence.defjvp
+def _recurrence_jvp(primals, tangents):
+    # Left to itself, JAX adds each position's share of u's gradient to an array of u's size: more memory traffic than
+    # the whole rest. Written like this, u's tangent enters before the loop, for all positions at once, and so its
+    # gradient leaves it as one product. The rule is exact and differentiable; forward mode works as well.
+    (inputs, u), (d_inputs, d_u) = primals, tangents
+    h, before, i, f, g, o, squashed = _unrolled(inputs, u)
+    h_before = jnp.concatenate([jnp.zeros_like(h[:1]), h[:-1]])
+    entering = d_inputs + h_before @ d_u
+    slopes = (g * i * (1 - i), before * f * (1 - f), i * (1 - g * g), squashed * o * (1 - o))
+    through = o * (1 - squashed * squashed)
+    columns = u.T  # so that the product of the transposed loop, the one that runs in training, reads u by rows
+
+    def step(carry, at):
+        dh, dc = carry
+        entering, slopes, f, through = at
+        gates = entering + jax.lax.dot_general(dh, columns, (((1,), (1,)), ((), ())))
+        di, df, dg, do = (gate * slope for gate, slope in zip(jnp.split(gates, 4, axis=-1), slopes, strict=True))
+        dc = f * dc + di + df + dg
+        dh = do + through * dc
+        return (dh, dc), dh
+
+    start = jnp.zeros_like(h[0])
+    return h, jax.lax.scan(step, (start, start), (entering, slopes, f, through))[1]
