@@ -45,24 +45,29 @@ def sending(d, *, aux=False, opaque=False, weight=None):
     )
 
 
-def one_round(alg, params, vectors, *, there=None, seed=0):
-    """(server, states, uploads, metrics) after one round without an engine; ``there`` says whose uploads arrive."""
-    n = len(vectors)
+def one_round(alg, params, data, *, there=None, seed=0):
+    """(server, states, uploads, metrics) after one round without an engine; ``there`` says whose uploads arrive.
+
+    ``data`` is a split, or the vectors that clients hold.
+    """
+    split = data if isinstance(data, Split) else holding(data)
+    n = split.num_clients
     there = np.ones(n, bool) if there is None else np.asarray(there)
-    flat = {"u": jnp.asarray(vectors)}
 
     @jax.jit
-    def run(params, keys, there, sizes):
+    def run(params, keys, there, arrays, offsets, sizes):
         server, state = alg.init(params), alg.init_client(params)
         (exchange,) = alg.exchanges
         down = exchange.send(server)
 
-        def client(i, size, key):
-            return exchange.client(down, state, ClientData(flat, i, size, 1), key)
+        def client(offset, size, key):
+            return exchange.client(down, state, ClientData(arrays, offset, size, int(split.sizes.max())), key)
 
-        reports = jax.vmap(client)(jnp.arange(n, dtype=jnp.int32), sizes, keys[1:])
+        reports = jax.vmap(client)(offsets, sizes, keys[1:])
         up, weight, count = reduce_reports(exchange.reducer, reports.up, jnp.where(there, reports.weight, 0))
         server = exchange.receive(server, Aggregate(up, weight, count, n), keys[0])
         return server, reports.state, reports.up, reports.metrics
 
-    return run(params, jax.random.split(jax.random.key(seed), n + 1), there, jnp.ones(n, jnp.int32))
+    keys = jax.random.split(jax.random.key(seed), n + 1)
+    arrays = {name: jnp.asarray(a) for name, a in split.arrays.items()}
+    return run(params, keys, there, arrays, split.offsets[:-1].astype(np.int32), split.sizes.astype(np.int32))

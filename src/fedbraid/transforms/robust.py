@@ -168,10 +168,11 @@ def geometric_median(alg: Algorithm, *, iterations: int = 32, exchanges: Sequenc
             return jnp.sqrt(_squared_norms(jax.tree.map(lambda leaf, p: leaf - p, stacked, point)))
 
         first = _median(stacked, there, n)
-        far = jnp.max(jnp.where(there, distances(first), 0))
-        # Weiszfeld's weights 1 / distance blow up at an upload: no distance counts as less than this share of the
-        # largest one, which smooths the objective by as little
-        least = jnp.where(far > 0, far, 1) * jnp.sqrt(jnp.finfo(far.dtype).eps)
+        middle = jnp.sort(jnp.where(there, distances(first), jnp.inf))[jnp.maximum(n - 1, 0) // 2]
+        # Weiszfeld's weights 1 / distance blow up at an upload, so no distance counts as less than a small share of the
+        # middle one: not of the largest, which an attacker could choose
+        tiny = jnp.finfo(middle.dtype)
+        least = jnp.where((middle > 0) & (n > 0), middle * jnp.sqrt(tiny.eps), jnp.sqrt(tiny.tiny))
 
         def step(_: Any, point: PyTree) -> PyTree:
             return _mean_of(stacked, there / jnp.maximum(distances(point), least))
