@@ -83,34 +83,32 @@ def maml(
         check_count("batch_size", batch_size)
     opt = server_optimizers.sgd(server_lr) if server_opt is None else server_opt
 
-    def episode(data: ClientData, key: Any) -> tuple[Callable, dict]:
-        """The support batches, by number, and the query batch."""
+    def episode(data: ClientData, key: Any) -> tuple[tuple[Any, Any], dict]:
+        """The rows of every support batch with their masks, ``[steps, size]``, and the query batch."""
         inner, outer = _divide(data.size, support)
         size = data.cap if batch_size is None else min(batch_size, data.cap)
         place = jnp.arange(size, dtype=jnp.int32)
 
-        def rows(position: Any, valid: Any) -> dict:
-            return data.rows(shuffled(key, jnp.where(valid, position, 0), data.size), valid)
-
-        def support_batch(k: Any) -> dict:
-            position = (k % -(-inner // size)) * size + place
-            return rows(position, position < inner)
-
-        first = data.size - outer
-        return support_batch, rows(first + place, place < outer)
+        batch_number = jnp.arange(steps, dtype=jnp.int32)[:, None] % -(-inner // size)
+        position = jnp.concatenate([batch_number * size + place, data.size - outer + place[None]])
+        valid = jnp.concatenate([position[:-1] < inner, place[None] < outer])
+        if not (support == 1.0 and batch_size is None):  # where all sets hold all examples their order is nothing
+            position = shuffled(key, jnp.where(valid, position, 0), data.size)
+        return (position[:-1], valid[:-1]), data.rows(position[-1], valid[-1])
 
     def client(down: Down, state: Any, data: ClientData, key: Any) -> Report:
         order_key, step_key, query_key = (jax.random.fold_in(key, i) for i in range(3))
-        support_batch, query = episode(data, order_key)
+        batches, query = episode(data, order_key)
 
         def adapt(x: Any) -> Any:
-            def local_step(y: Any, k: Any) -> tuple[Any, None]:
-                g = jax.grad(loss)(y, support_batch(k), jax.random.fold_in(step_key, k))
+            def local_step(y: Any, this: tuple) -> tuple[Any, None]:
+                k, rows = this
+                g = jax.grad(loss)(y, data.rows(*rows), jax.random.fold_in(step_key, k))
                 if not is_zero(alpha):
                     g = jax.tree.map(lambda g, y, x: g + alpha * (y - x), g, y, x)
                 return jax.tree.map(lambda y, g: y - client_lr * g, y, g), None
 
-            return jax.lax.scan(local_step, x, jnp.arange(steps))[0]
+            return jax.lax.scan(local_step, x, (jnp.arange(steps), batches))[0]
 
         if order == "second":
             after, g = jax.value_and_grad(lambda x: loss(adapt(x), query, query_key))(down.params)

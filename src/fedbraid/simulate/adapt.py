@@ -66,9 +66,9 @@ def adaptation(
     @jax.jit
     def evaluate(params: PyTree, arrays: Any, places: Any) -> Scores:
         def one(client: tuple) -> Scores:
-            number, inner, outer = client
-            own = ClientData(arrays[0], *inner, caps[0])
-            test = ClientData(arrays[1], *outer, caps[1]).everything()
+            number, (start, size), (test_start, test_size) = client
+            own = ClientData(arrays[0], start, size, caps[0])
+            test = ClientData(arrays[1], test_start, test_size, caps[1]).everything()
             key = jax.random.fold_in(jax.random.key(seed), number)
             order, noise = jax.random.fold_in(key, 0), jax.random.fold_in(key, 1)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -91,11 +91,10 @@ def trace_shadow(
     if asked > split.num_clients:
         raise ValueError(f"cohort must be at most the population of {split.num_clients} clients, got {asked}")
     check_structure(alg, params, data_shapes(split))
-    index = _recorded_exchange(alg, params, exchange)
+    index, which = _recorded_fold(alg, params, exchange)
     flat, unravel = ravel_pytree(params)
-    most = int(np.max(alg.exchanges[index].client.count(split.sizes)))
     clients = [jax.jit(e.client) for e in alg.exchanges]
-    clients[index] = jax.jit(_recorder(alg, params, index, most, flat))
+    clients[index] = jax.jit(_recorder(cast(LocalWork, alg.exchanges[index].client), which, split, flat))
     receive = [jax.jit(e.receive) for e in alg.exchanges]
 
     arrays = {name: jnp.asarray(a) for name, a in split.arrays.items()}
@@ -142,44 +141,48 @@ def _held(seen: list) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _model_fold(alg: Algorithm, params: PyTree, step: Exchange) -> int | None:
-    """Which fold of an exchange's client carries the model: the last one that has it under ``.params``."""
+    """Which fold of an exchange's client carries the model: the last one that has it."""
     if not isinstance(step.client, LocalWork):
         return None
     key = jax.eval_shape(lambda: jax.random.key(0))
     down = jax.eval_shape(lambda p: step.send(alg.init(p)), params)
     state = jax.eval_shape(alg.init_client, params)
     for j in reversed(range(len(step.client.folds))):
-        carry = jax.eval_shape(step.client.folds[j].start, down, state, key)
-        if hasattr(carry, "params") and jax.tree.structure(carry.params) == jax.tree.structure(params):
+        model = _local_model(jax.eval_shape(step.client.folds[j].start, down, state, key))
+        if model is not None and jax.tree.structure(model) == jax.tree.structure(params):
             return j
     return None
 
 
-def _recorded_exchange(alg: Algorithm, params: PyTree, name: str | None) -> int:
-    able = [i for i, e in enumerate(alg.exchanges) if _model_fold(alg, params, e) is not None]
-    names = [alg.exchanges[i].name for i in able]
+def _local_model(carry: Any) -> PyTree | None:
+    """A client's model on its way: ``params`` of the carry, or ``y`` where an algorithm keeps the papers' letter."""
+    return getattr(carry, "params", getattr(carry, "y", None))
+
+
+def _recorded_fold(alg: Algorithm, params: PyTree, name: str | None) -> tuple[int, int]:
+    """Which exchange to record, and which of its client's folds."""
+    folds = [_model_fold(alg, params, e) for e in alg.exchanges]
+    able = [(i, fold) for i, fold in enumerate(folds) if fold is not None]
+    names = [alg.exchanges[i].name for i, _ in able]
     if name is not None and name not in names:
         raise ValueError(f"exchange must be one whose clients take local steps, {names} here, got {name!r}")
     if not able:
         raise ValueError(
-            "this algorithm has no shadow: no exchange's client is made of local steps with the model as carry.params "
-            f"(exchanges: {[e.name for e in alg.exchanges]})"
+            "this algorithm has no shadow: no exchange's client is made of local steps with the model in their "
+            f"carry, as params or y (exchanges: {[e.name for e in alg.exchanges]})"
         )
     if name is None:
         name = "train" if "train" in names else names[-1]
     return able[names.index(name)]
 
 
-def _recorder(alg: Algorithm, params: PyTree, index: int, most: int, like: Any) -> Callable:
-    """The client of an exchange, returning (report, models seen, number of steps)."""
-    step = alg.exchanges[index]
-    work: LocalWork = step.client
-    which = _model_fold(alg, params, step)
-    assert which is not None
+def _recorder(work: LocalWork, which: int, split: Split, like: Any) -> Callable:
+    """The client, returning (report, models seen in fold ``which``, number of its steps)."""
     fold = work.folds[which]
+    most = int(np.max(fold.batches.count(split.sizes)))
 
     def model(carry: Any) -> Any:
-        return ravel_pytree(carry.params)[0]
+        return ravel_pytree(_local_model(carry))[0]
 
     def start(down: PyTree, state: PyTree, key: Any) -> _Recording:
         carry = fold.start(down, state, key)
