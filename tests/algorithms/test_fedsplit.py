@@ -238,6 +238,19 @@ def test_your_own_prox():
     assert np.abs(x - P.optimum).max() < 1e-8
 
 
+def test_constants_estimated_from_the_data():
+    """l, L and so the step of least squares come out exactly; where l = 0 there is no such step."""
+    for method in ("dense", "lanczos"):
+        alg = fb.fedsplit(loss, prox="gradient", local_steps=3, estimate=method, data=P.split, params=jnp.zeros(3))
+        known = fb.fedsplit(loss, prox="gradient", local_steps=3, **KNOWN)
+        np.testing.assert_allclose(land(alg, rounds=5)[0], land(known, rounds=5)[0], rtol=1e-8)
+    flat = fb.Split.from_clients([{"x": np.array([[1.0, 0.0, 0.0]]), "y": np.ones(1)}])
+    with pytest.raises(ValueError, match="strong_convexity"):
+        fb.fedsplit(loss, prox="gradient", estimate="dense", data=flat, params=jnp.zeros(3))
+    with pytest.raises(ValueError, match="leave them out"):
+        fb.fedsplit(loss, estimate="dense", data=P.split, params=jnp.zeros(3), smoothness=1.0)
+
+
 def test_the_pooled_optimum_by_sums():
     low, high = LOW * P.n.min(), HIGH * P.n.max()
     alg = fb.fedsplit(loss, prox="closed-form", strong_convexity=low, smoothness=high, objective="sum")
