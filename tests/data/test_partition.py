@@ -168,6 +168,22 @@ def test_pachinko_renormalises_within_the_coarse_label_against_brute_force():
     assert gap > 0.05  # the test can tell the two-stage rule from a flat renormalisation
 
 
+def test_pachinko_draws_both_levels_with_their_own_dirichlet():
+    # Before any label is used up the counts of a client of size n are Dirichlet-multinomial, with factorial moments
+    # E[c_k (c_k - 1)] / (n (n - 1)) = (a + 1) / (K (K a + 1)): exact, so alpha and beta can be read off the counts.
+    coarse, fine, n = np.repeat([0, 1, 2], 240), np.repeat(np.arange(6), 120), 40
+    alpha, beta = 0.4, 1.5
+    pairs, given = [], []
+    for seed in range(500):
+        first = p.pachinko(coarse, fine, clients=18, alpha=alpha, beta=beta, seed=seed)[0]
+        top = np.bincount(coarse[first], minlength=3)
+        low = np.bincount(fine[first], minlength=6).reshape(3, 2)
+        pairs.append(np.mean(top * (top - 1)) / (n * (n - 1)))
+        given += [np.mean(c * (c - 1)) / (m * (m - 1)) for c, m in zip(low, top, strict=True) if m > 5]
+    assert np.mean(pairs) == pytest.approx((alpha + 1) / (3 * (3 * alpha + 1)), rel=0.06)
+    assert np.mean(given) == pytest.approx((beta + 1) / (2 * (2 * beta + 1)), rel=0.06)
+
+
 @pytest.mark.parametrize("alpha", [0.05, 0.5, 5.0])
 def test_dirichlet_draws_have_the_moments_of_their_parameter(alpha):
     k = 4
