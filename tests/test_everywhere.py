@@ -1,0 +1,42 @@
+"""Adding an algorithm touches a known list of places; this fails if one was forgotten."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fedbraid as fb
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("name", list(fb.algorithms.ALGORITHMS))
+def test_every_algorithm_is_in_the_readme_the_docs_and_the_changelog(name):
+    word = f"`{name}`"
+    assert word in (ROOT / "README.md").read_text()
+    assert any(word in page.read_text() for page in (ROOT / "docs" / "algorithms").glob("*.md"))
+    assert word in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("name", list(fb.transforms.TRANSFORMS))
+def test_every_transform_is_in_the_docs_and_the_changelog(name):
+    word = f"`{name}`"
+    assert word in (ROOT / "docs" / "transforms.md").read_text()
+    assert word in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_public_name_is_documented():
+    for name in fb.__all__:
+        thing = getattr(fb, name)
+        assert callable(thing) or thing.__doc__ or name == "MEAN", name
+        if callable(thing):
+            assert thing.__doc__, name
+
+
+def test_importing_fedbraid_is_light():
+    """No deployment, plotting, checkpoint or data-format library comes along."""
+    heavy = ("flwr", "matplotlib", "orbax", "h5py", "pyarrow", "dp_accounting", "optuna")
+    code = f"import sys, fedbraid; print([m for m in {heavy} if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found.strip() == "[]"
