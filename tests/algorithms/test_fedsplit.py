@@ -53,7 +53,7 @@ EXACT = {
 @pytest.mark.parametrize("name", list(EXACT))
 def test_prox_of_a_quadratic(name):
     for s in (0.2, 30.0):
-        point = jax.jit(lambda v, s=s: EXACT[name](quadratic, v, s, {}))({"a": jnp.asarray(X)}).point["a"]
+        point = jax.jit(lambda v, s=s: EXACT[name](quadratic, v, s, {}, v))({"a": jnp.asarray(X)}).point["a"]
         np.testing.assert_allclose(point, exact_prox(0, X, s), atol=1e-9)
 
 
@@ -82,14 +82,16 @@ def test_prox_of_a_logistic_loss_is_scipys(name):
     def f(u):
         return jnp.mean(jnp.logaddexp(0.0, -y * (x @ u)))
 
-    solution = jax.jit(lambda v: EXACT[name](f, v, s, {}))(jnp.asarray(v))
+    solution = jax.jit(lambda v: EXACT[name](f, v, s, {}, v))(jnp.asarray(v))
     np.testing.assert_allclose(solution.point, best, atol=1e-8)
     assert solution.steps < 200
 
 
 def test_newton_backtracks_where_full_steps_diverge():
     """Newton on sqrt(1 + u^2) overshoots from far away; the prox of 1000 times that has tiny extra curvature."""
-    solution = prox.newton(tolerance=1e-10)(lambda u: jnp.sum(jnp.sqrt(1 + u**2)), jnp.array([50.0]), 1000.0, {})
+    solution = prox.newton(tolerance=1e-10)(
+        lambda u: jnp.sum(jnp.sqrt(1 + u**2)), jnp.array([50.0]), 1000.0, {}, jnp.array([50.0])
+    )
     u = solution.point[0]
     np.testing.assert_allclose(1000 * u / np.sqrt(1 + u**2) + u, 50.0, atol=1e-8)
 
@@ -102,7 +104,7 @@ def test_gradient_steps_are_the_papers_recursion_and_obey_its_bound():
         u = X.copy()
         for _ in range(e):
             u = u - alpha * (S * (P.A[0] @ u - P.b[0]) + (u - X))
-        point = prox.gradient_steps(e, **KNOWN)(quadratic, v, S, {}).point["a"]
+        point = prox.gradient_steps(e, **KNOWN)(quadratic, v, S, {}, v).point["a"]
         np.testing.assert_allclose(point, u, rtol=1e-12)
         best = exact_prox(0, X)
         assert np.linalg.norm(u - best) <= (1 - 1 / (np.sqrt(kappa) + 1)) ** e * np.linalg.norm(X - best)
@@ -117,7 +119,8 @@ def test_solvers_stop_in_single_precision():
         return 0.5 * u @ A @ u - b @ u
 
     for solver in (prox.accelerated(), prox.newton(), prox.backtracking(500, tolerance=1e-8)):
-        solution = solver(f, 100 * jnp.asarray(X, f32), f32(1.0), {})
+        v = 100 * jnp.asarray(X, f32)
+        solution = solver(f, v, f32(1.0), {}, v)
         assert solution.steps < 200
         np.testing.assert_allclose(solution.point, exact_prox(0, 100 * X, 1.0), rtol=1e-4)
 
@@ -130,7 +133,7 @@ def test_backtracking_never_ends_higher():
 
     for start in (0.1, 0.7, 2.0):
         v = jnp.array([start])
-        u = prox.backtracking(20)(f, v, 0.5, {}).point
+        u = prox.backtracking(20)(f, v, 0.5, {}, v).point
         assert 0.5 * f(u) + 0.5 * (u - v) @ (u - v) <= 0.5 * f(v)
         assert u != v
 
@@ -275,12 +278,20 @@ def test_inexact_prox_stops_at_the_floor_that_theory_gives():
         M = np.array([(T(v) - zero).ravel() for v in basis]).T
         z = np.linalg.solve(np.eye(12) - M, zero.ravel()).reshape(4, 3)
         x = z.mean(0)
-        landed, _ = land(fb.fedsplit(loss, prox="gradient", local_steps=e, **KNOWN), rounds=150)
+        landed, _ = land(fb.fedsplit(loss, prox="gradient", local_steps=e, start="point", **KNOWN), rounds=150)
         np.testing.assert_allclose(landed, x, atol=1e-9)
         b = max(np.linalg.norm(inexact(j, 2 * x - z[j]) - exact_prox(j, 2 * x - z[j])) for j in range(4))
         errors.append(np.linalg.norm(x - P.optimum))
         assert 0 < errors[-1] <= (np.sqrt(kappa) + 1) * b
     assert errors[0] > 10 * errors[1] > 100 * errors[2]
+
+
+@pytest.mark.parametrize("solver", ["gradient", "backtracking"])
+def test_two_steps_from_the_servers_model_leave_no_floor(solver):
+    """At the fixed point prox(2 x* - z_j*) = x*, which is where the solver begins."""
+    landed, states = land(fb.fedsplit(loss, prox=solver, local_steps=2, step=S, **KNOWN), rounds=300)
+    assert np.abs(landed - P.optimum).max() < 1e-8
+    np.testing.assert_allclose(states.z, P.optimum - S * (P.A @ P.optimum - P.b), atol=1e-8)
 
 
 def split_rounds_once(z, prox_of):
@@ -398,13 +409,14 @@ def test_what_it_sends_and_keeps():
         (lambda: fb.fedsplit(loss, local_steps=0), "local_steps"),
         (lambda: fb.fedsplit(loss, tolerance=-1.0), "tolerance"),
         (lambda: fb.fedsplit(loss, objective="total"), "objective"),
+        (lambda: fb.fedsplit(loss, start="zero"), "start"),
         (lambda: fb.fedprox_exact(loss, step=-1.0), "step"),
         (lambda: fb.fedprox_exact(loss, weighting="rows"), "weighting"),
         (lambda: fb.fedgd(loss, step=0.0), "step"),
         (lambda: fb.fedgd(loss, local_steps=0), "steps"),
         (lambda: prox.curvature(loss, jnp.zeros(3), P.split, method="power"), "method"),
         (lambda: prox.curvature(loss, jnp.zeros(5000), P.split), "lanczos"),
-        (lambda: prox.closed_form()(jnp.sum, jnp.zeros(5000), 1.0, {}), "accelerated"),
+        (lambda: prox.closed_form()(jnp.sum, jnp.zeros(5000), 1.0, {}, None), "accelerated"),
         (lambda: prox.Curvature(0.0, 1.0, np.zeros(1), np.ones(1)).step, "regularization"),
     ],
 )

@@ -13,7 +13,8 @@ losses (``objective="sum"``), which makes it the loss pooled over all examples.
 FedGD with e > 1 stops where the gradients along the local paths cancel (Prop. 1), exact FedProx where those of the
 Moreau envelopes do (Prop. 2). A fixed point of FedSplit is x* with z_j = x* - s grad f_j(x*) (Prop. 3; the prox in
 eq. 13 must read 2 zbar - z_j). With s = 1 / sqrt(l L) each round shrinks the error by 1 - 2 / (sqrt(kappa) + 1), and
-proxes within b of exact cost an error of (sqrt(kappa) + 1) b (Theorem 1).
+proxes within b of exact cost an error of (sqrt(kappa) + 1) b (Theorem 1). That floor is for solvers that begin at the
+prox's argument; those that begin at x have b = 0 at the fixed point, and with it no floor.
 
 FedSplit's z_j live on the clients, and the server keeps x = mean_j z_j over *all* clients: from those whose upload
 arrived it learns the change of that mean, (1 / N) sum_j (z_j+ - z_j), so it must know N, and absent clients keep their
@@ -120,7 +121,7 @@ def fedprox_exact(
     def client(down: Down, state: Any, data: ClientData, key: Any) -> Report:
         batch = data.everything()
         f = client_objective(loss, objective, batch, key)
-        u, metrics = _prox(solve, f, down.params, step, batch)
+        u, metrics = _prox(solve, f, down.params, step, batch, down.params)
         moved = jax.tree.map(jnp.subtract, down.params, u)
         return Report(Up(moved), weight_of(weighting, data.size), metrics=metrics)
 
@@ -148,12 +149,13 @@ def fedsplit(
     step: Any = None,
     prox: str | ProxSolver = "backtracking",
     local_steps: int = 10,
+    start: Literal["server", "point"] = "server",
     tolerance: Any = 1e-6,
     max_steps: int = 100,
     strong_convexity: Any = None,
     smoothness: Any = None,
     regularization: Any = 0.0,
-    relaxation: Any = None,
+    relaxation: Any = 1.0,
     objective: Objective = "mean",
     estimate: Literal["dense", "lanczos"] | None = None,
     data: Split | None = None,
@@ -166,11 +168,13 @@ def fedsplit(
     prox: "closed-form" (quadratic losses), "newton" or "accelerated" (to ``tolerance`` in at most ``max_steps``),
         "gradient" (``local_steps`` of Corollary 1's size, from l and L), "backtracking" (``local_steps`` with line
         search), or a solver of :mod:`fedbraid.algorithms.prox`.
+    start: where a solver begins. "server" begins at x, which is the prox at the fixed point, so that a few steps a
+        round do for exact convergence; "point" begins at 2 x - z_j, as eq. (17) reads, and leaves the floor of
+        Theorem 1.
     regularization: lambda of Theorem 2: every client adds (lambda / 2) ||x - x_1||^2, for losses that are not strongly
         convex; l and L are those of the loss without it, and l may then be left out.
     relaxation: 1 is the paper's Algorithm 1 (Peaceman-Rachford), whose theorems need strongly convex losses; 1/2 is
-        Douglas-Rachford, slower on those but convergent for any convex losses, and steadier on networks. By default 1
-        where strong convexity is known (l > 0 is given, or a regularization), else 1/2.
+        Douglas-Rachford, slower on those but convergent for any convex losses.
     objective: f_j is the client's "mean" loss, or the "sum" over its examples.
     estimate: read l and L off the clients of ``data`` at ``params``, from whole Hessians or by Lanczos' method
         (``prox.curvature``); exact for least squares, a guess from one point for other losses.
@@ -181,6 +185,8 @@ def fedsplit(
     ['prox']
     """
     check_number("regularization", regularization, low=0)
+    check_number("relaxation", relaxation, low=0, high=1, open_low=True)
+    check_choice("start", start, ("server", "point"))
     check_choice("objective", objective, OBJECTIVES)
     low, high = strong_convexity, smoothness
     if estimate is not None:
@@ -197,9 +203,6 @@ def fedsplit(
         low = regularization if low is None else low + regularization
         high = None if high is None else high + regularization
     s = _split_step(step, low, high)
-    if relaxation is None:
-        relaxation = 0.5 if low is None or is_zero(low) else 1.0
-    check_number("relaxation", relaxation, low=0, high=1, open_low=True)
     solve = named_solver(
         prox,
         local_steps=local_steps,
@@ -220,7 +223,7 @@ def fedsplit(
             return own(u) + 0.5 * regularization * _squared_distance(u, state.anchor) if pulled else own(u)
 
         v = jax.tree.map(lambda x, z: 2 * x - z, x, state.z)
-        u, metrics = _prox(solve, f, v, s, batch)
+        u, metrics = _prox(solve, f, v, s, batch, x if start == "server" else v)
         change = jax.tree.map(lambda u, x: 2 * relaxation * (u - x), u, x)
         up = Up(jax.tree.map(jnp.negative, change))
         return Report(up, weight_of("uniform", data.size), state._replace(z=_add(state.z, change)), metrics)
@@ -267,9 +270,9 @@ def _split_step(step: Any, low: Any, high: Any) -> Any:
     return 1 / (low * high) ** 0.5
 
 
-def _prox(solve: ProxSolver, f: Callable, v: Any, s: Any, batch: dict) -> tuple[Any, dict[str, Any]]:
+def _prox(solve: ProxSolver, f: Callable, v: Any, s: Any, batch: dict, start: Any) -> tuple[Any, dict[str, Any]]:
     """prox_{s f}(v), and what is told of it: f there, how far grad h is from 0, how many steps it took."""
-    u, steps = solve(f, v, s, batch)
+    u, steps = solve(f, v, s, batch, start)
     value, g = prox_gradient(f, u, v, s)
     residual = jnp.sqrt(_squared_norm(g))
     return u, {"loss": value, "residual": residual, "steps": jnp.asarray(steps, residual.dtype)}

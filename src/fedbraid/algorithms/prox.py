@@ -15,9 +15,10 @@ If f is convex, h is 1-strongly convex whatever s is; if l <= hess f <= L, the c
     backtracking      e steps, each found by a line search                 no: error floor    nothing
     given             your own function                                    up to you
 
-A solver is a function ``solve(f, v, s, batch) -> Solution``; ``batch`` is what f was made of, for solvers that know
-more about it than f tells. All of them are traced, never raise while running, and stop after a fixed number of steps
-at the latest; how far the answer is from the prox is in the client's metrics (``residual``, the norm of grad h).
+A solver is a function ``solve(f, v, s, batch, start) -> Solution``; ``start`` is where iterations begin (the paper's is
+v itself), ``batch`` what f was made of, for solvers that know more about it than f tells. All of them are traced, never
+raise while running, and stop after a fixed number of steps at the latest; how far the answer is from the prox is in the
+client's metrics (``residual``, the norm of grad h).
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Solution(NamedTuple):
     steps: Any
 
 
-ProxSolver = Callable[[Callable[[PyTree], Any], PyTree, Any, dict], Solution]
+ProxSolver = Callable[[Callable[[PyTree], Any], PyTree, Any, dict, PyTree], Solution]
 
 
 def client_objective(loss: Loss, objective: Objective, batch: dict, key: Any) -> Callable[[PyTree], Any]:
@@ -99,10 +100,10 @@ def given(function: Callable[[PyTree, Any, dict], PyTree]) -> ProxSolver:
     """Your own prox: ``function(v, s, batch) -> u``.
 
     >>> shrink = given(lambda v, s, batch: v / (1 + s))  # of 1/2 ||u||^2
-    >>> shrink(lambda u: 0.5 * jnp.sum(u**2), jnp.array([3.0]), 2.0, {}).point.tolist()
+    >>> shrink(lambda u: 0.5 * jnp.sum(u**2), jnp.array([3.0]), 2.0, {}, None).point.tolist()
     [1.0]
     """
-    return lambda f, v, s, batch: Solution(function(v, s, batch), jnp.int32(1))
+    return lambda f, v, s, batch, start: Solution(function(v, s, batch), jnp.int32(1))
 
 
 def closed_form() -> ProxSolver:
@@ -111,14 +112,14 @@ def closed_form() -> ProxSolver:
     On any other loss it is a single Newton step, not the prox: look at the ``residual`` that clients report.
 
     >>> f = lambda u: 0.5 * jnp.sum(jnp.array([1.0, 3.0]) * (u - 1.0) ** 2)
-    >>> closed_form()(f, jnp.zeros(2), 1.0, {}).point.round(5).tolist()
+    >>> closed_form()(f, jnp.zeros(2), 1.0, {}, jnp.zeros(2)).point.round(5).tolist()
     [0.5, 0.75]
     """
 
-    def solve(f: Callable, v: PyTree, s: Any, batch: dict) -> Solution:
-        f, start, unravel = _flat(f, v)
-        _refuse_dense(start.size, "closed-form")
-        return Solution(unravel(start - _newton_step(f, start, s, s * jax.grad(f)(start))), jnp.int32(1))
+    def solve(f: Callable, v: PyTree, s: Any, batch: dict, start: PyTree) -> Solution:
+        f, v, unravel = _flat(f, v)
+        _refuse_dense(v.size, "closed-form")
+        return Solution(unravel(v - _newton_step(f, v, s, s * jax.grad(f)(v))), jnp.int32(1))
 
     return solve
 
@@ -128,7 +129,7 @@ def newton(*, tolerance: Any = 1e-8, max_steps: int = 50, linear: Literal["chole
 
     ``linear="cg"`` solves for the direction by conjugate gradients on Hessian-vector products: no d x d matrix.
 
-    >>> u = newton()(lambda u: jnp.sum(jnp.exp(u)), jnp.array([1.0]), 1.0, {}).point  # u + exp(u) = 1
+    >>> u = newton()(lambda u: jnp.sum(jnp.exp(u)), jnp.ones(1), 1.0, {}, jnp.ones(1)).point  # u + exp(u) = 1
     >>> bool(jnp.abs(u[0]) < 1e-6)
     True
     """
@@ -136,12 +137,13 @@ def newton(*, tolerance: Any = 1e-8, max_steps: int = 50, linear: Literal["chole
     check_count("max_steps", max_steps)
     check_choice("linear", linear, ("cholesky", "cg"))
 
-    def solve(f: Callable, v: PyTree, s: Any, batch: dict) -> Solution:
-        f, start, unravel = _flat(f, v)
+    def solve(f: Callable, v: PyTree, s: Any, batch: dict, start: PyTree) -> Solution:
+        f, v, unravel = _flat(f, v)
+        u0 = ravel_pytree(start)[0]
         if linear == "cholesky":
-            _refuse_dense(start.size, "newton")
-        h = _envelope(f, start, s)
-        slack = _slack(start.dtype)
+            _refuse_dense(v.size, "newton")
+        h = _envelope(f, v, s)
+        slack = _slack(v.dtype)
 
         def body(carry: tuple) -> tuple:
             u, value, g, k = carry
@@ -158,9 +160,9 @@ def newton(*, tolerance: Any = 1e-8, max_steps: int = 50, linear: Literal["chole
             _, _, g, k = carry
             return (k < max_steps) & (jnp.linalg.norm(g) > enough)
 
-        value, g = jax.value_and_grad(h)(start)
-        enough = _finest(start, g, tolerance)
-        u, _, _, k = jax.lax.while_loop(goes_on, body, (start, value, g, jnp.int32(0)))
+        value, g = jax.value_and_grad(h)(u0)
+        enough = _finest(v, jax.grad(h)(v), tolerance)
+        u, _, _, k = jax.lax.while_loop(goes_on, body, (u0, value, g, jnp.int32(0)))
         return Solution(unravel(u), k)
 
     return solve
@@ -174,7 +176,7 @@ def accelerated(
     h is (1 + s l)-strongly convex, so the momentum is known; without L the step is found by doubling.
 
     >>> f = lambda u: 0.5 * jnp.sum(jnp.array([1.0, 3.0]) * (u - 1.0) ** 2)
-    >>> accelerated(tolerance=1e-6)(f, jnp.zeros(2), 1.0, {}).point.round(4).tolist()
+    >>> accelerated(tolerance=1e-6)(f, jnp.zeros(2), 1.0, {}, jnp.zeros(2)).point.round(4).tolist()
     [0.5, 0.75]
     """
     check_number("tolerance", tolerance, low=0)
@@ -183,12 +185,13 @@ def accelerated(
     if smoothness is not None:
         check_number("smoothness", smoothness, low=0, open_low=True)
 
-    def solve(f: Callable, v: PyTree, s: Any, batch: dict) -> Solution:
-        f, start, unravel = _flat(f, v)
-        h = _envelope(f, start, s)
-        slack = _slack(start.dtype)
-        m = jnp.asarray(1 + s * strong_convexity, start.dtype)
-        first = 2 * m if smoothness is None else jnp.asarray(1 + s * smoothness, start.dtype)
+    def solve(f: Callable, v: PyTree, s: Any, batch: dict, start: PyTree) -> Solution:
+        f, v, unravel = _flat(f, v)
+        u0 = ravel_pytree(start)[0]
+        h = _envelope(f, v, s)
+        slack = _slack(v.dtype)
+        m = jnp.asarray(1 + s * strong_convexity, v.dtype)
+        first = 2 * m if smoothness is None else jnp.asarray(1 + s * smoothness, v.dtype)
 
         # Nesterov, Introductory Lectures on Convex Optimization, scheme (2.2.8) with gamma_0 = m: the estimate sequence
         # keeps gamma = m whatever curvature bounds M are met on the way, so M may change from step to step.
@@ -214,8 +217,8 @@ def accelerated(
             *_, norm, k = carry
             return (k < max_steps) & (norm > enough)
 
-        enough = _finest(start, jax.grad(h)(start), tolerance)
-        begin = (start, start, first, jnp.full_like(m, jnp.inf), jnp.int32(0))
+        enough = _finest(v, jax.grad(h)(v), tolerance)
+        begin = (u0, u0, first, jnp.full_like(m, jnp.inf), jnp.int32(0))
         # the last x is one more gradient step beyond the y whose gradient passed, so its gradient is no larger
         x, *_, k = jax.lax.while_loop(goes_on, body, begin)
         return Solution(unravel(x), k)
@@ -226,12 +229,13 @@ def accelerated(
 def gradient_steps(
     steps: int = 10, *, strong_convexity: Any = None, smoothness: Any = None, alpha: Any = None
 ) -> ProxSolver:
-    """e gradient steps on h from v (eq. 17), each of size alpha = 1 / (1 + s (l + L) / 2) unless given (Corollary 1).
+    """e gradient steps on h (eq. 17), each of size alpha = 1 / (1 + s (l + L) / 2) unless given (Corollary 1).
 
-    After e steps the error is at most ``(1 - 1 / (sqrt(kappa) + 1))^e ||v - prox(v)||`` (eq. 18, for s = 1/sqrt(l L)).
+    From v, the error after e steps is at most ``(1 - 1 / (sqrt(kappa) + 1))^e ||v - prox(v)||`` (eq. 18, for the step
+    s = 1 / sqrt(l L)).
 
     >>> half = gradient_steps(1, strong_convexity=1.0, smoothness=1.0)  # alpha = 1/2 is exact where l = L
-    >>> half(lambda u: 0.5 * jnp.sum((u - 1.0) ** 2), jnp.zeros(1), 1.0, {}).point.tolist()
+    >>> half(lambda u: 0.5 * jnp.sum((u - 1.0) ** 2), jnp.zeros(1), 1.0, {}, jnp.zeros(1)).point.tolist()
     [0.5]
     """
     check_count("local_steps", steps)
@@ -245,35 +249,36 @@ def gradient_steps(
     else:
         check_constants(strong_convexity, smoothness)
 
-    def solve(f: Callable, v: PyTree, s: Any, batch: dict) -> Solution:
+    def solve(f: Callable, v: PyTree, s: Any, batch: dict, start: PyTree) -> Solution:
         size = 1 / (1 + s * (strong_convexity + smoothness) / 2) if alpha is None else alpha
 
         def body(_: Any, u: PyTree) -> PyTree:
             return jax.tree.map(lambda u, g: u - size * g, u, prox_gradient(f, u, v, s)[1])
 
-        return Solution(jax.lax.fori_loop(0, steps, body, v), jnp.int32(steps))
+        return Solution(jax.lax.fori_loop(0, steps, body, start), jnp.int32(steps))
 
     return solve
 
 
 def backtracking(steps: int = 10, *, tolerance: Any = 0.0) -> ProxSolver:
-    """At most e gradient steps on h from v, each the longest of 1, 1/2, 1/4 ... that decreases h enough.
+    """At most e gradient steps on h, each the longest of 1, 1/2, 1/4 ... that decreases h enough.
 
     A step never exceeds 1 (the curvature of h is at least 1), nor twice the last one. Needs no constants, and never
-    ends above h(v), convex or not.
+    ends above where it started, convex or not.
 
     >>> f = lambda u: 0.5 * jnp.sum(jnp.array([1.0, 3.0]) * (u - 1.0) ** 2)
-    >>> backtracking(30)(f, jnp.zeros(2), 1.0, {}).point.round(4).tolist()
+    >>> backtracking(30)(f, jnp.zeros(2), 1.0, {}, jnp.zeros(2)).point.round(4).tolist()
     [0.5, 0.75]
     """
     check_count("local_steps", steps)
     check_number("tolerance", tolerance, low=0)
     trials = 3 * steps + 60  # a rejected trial halves the step: enough for any curvature up to 2^60
 
-    def solve(f: Callable, v: PyTree, s: Any, batch: dict) -> Solution:
-        f, start, unravel = _flat(f, v)
-        both = jax.value_and_grad(_envelope(f, start, s))
-        slack = _slack(start.dtype)
+    def solve(f: Callable, v: PyTree, s: Any, batch: dict, start: PyTree) -> Solution:
+        f, v, unravel = _flat(f, v)
+        u0 = ravel_pytree(start)[0]
+        both = jax.value_and_grad(_envelope(f, v, s))
+        slack = _slack(v.dtype)
 
         def body(carry: tuple) -> tuple:
             u, value, g, t, k, tried = carry
@@ -295,9 +300,9 @@ def backtracking(steps: int = 10, *, tolerance: Any = 0.0) -> ProxSolver:
             _, _, g, _, k, tried = carry
             return (k < steps) & (tried < trials) & (jnp.linalg.norm(g) > enough)
 
-        value, g = both(start)
-        enough = _finest(start, g, tolerance)
-        begin = (start, value, g, jnp.ones((), start.dtype), jnp.int32(0), jnp.int32(0))
+        value, g = both(u0)
+        enough = _finest(v, both(v)[1], tolerance)
+        begin = (u0, value, g, jnp.ones((), v.dtype), jnp.int32(0), jnp.int32(0))
         u, *_, k, _ = jax.lax.while_loop(goes_on, body, begin)
         return Solution(unravel(u), k)
 
