@@ -17,7 +17,7 @@ from fedbraid.models import MODELS, Model
 from fedbraid.models import build as build_model
 from fedbraid.simulate import arrival
 
-__all__ = ["Experiment", "build", "build_algorithm"]
+__all__ = ["Experiment", "assemble", "build", "build_algorithm"]
 
 
 class Experiment(NamedTuple):
@@ -38,6 +38,11 @@ def build(config: Config) -> Experiment:
     _check_names(config)
     data = _named("data", config.data, lambda **options: load_data(config.data.name, **options))
     data.check()
+    return assemble(config, data)
+
+
+def assemble(config: Config, data: FederatedData) -> Experiment:
+    """What ``config`` names on data that is there already; options that are rates may be traced (a sweep is a vmap)."""
     population = data.train.num_clients
     if config.cohort != "all" and config.cohort > population:
         raise ConfigError(

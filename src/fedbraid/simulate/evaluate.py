@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from fedbraid.data.federated import Split
 from fedbraid.local import MASK
 
-__all__ = ["client_values", "evaluator", "summarize"]
+__all__ = ["client_values", "evaluator", "in_batches", "score", "summarize"]
 
 
 def evaluator(metrics: Callable, split: Split, *, batch_size: int = 256) -> Callable[[Any], dict[str, Any]]:
@@ -20,6 +21,13 @@ def evaluator(metrics: Callable, split: Split, *, batch_size: int = 256) -> Call
 
     ``metrics(params, batch)`` gives ``{name: (sum per example, weight per example)}``, as a model's does.
     """
+    compiled = jax.jit(partial(score, metrics, clients=split.num_clients))
+    batches, owners = in_batches(split, batch_size=batch_size)
+    return lambda params: compiled(params, batches, owners)
+
+
+def in_batches(split: Split, *, batch_size: int = 256) -> tuple[dict[str, Any], Any]:
+    """All examples of a split in batches, the last one padded, and the client of each row."""
     n = split.num_examples
     batch_size = min(batch_size, max(n, 1))
     pad = -n % batch_size
@@ -31,15 +39,14 @@ def evaluator(metrics: Callable, split: Split, *, batch_size: int = 256) -> Call
 
     batches = {name: batched(array) for name, array in split.arrays.items()}
     batches[MASK] = batched(np.ones(n, np.float32)).astype(jnp.result_type(float))
-    owners = jnp.asarray(np.concatenate([owner, np.zeros(pad, owner.dtype)]))
+    return batches, jnp.asarray(np.concatenate([owner, np.zeros(pad, owner.dtype)]))
 
-    @jax.jit
-    def evaluate(params: Any, batches: dict, owners: Any) -> dict[str, Any]:
-        scores = jax.lax.map(lambda batch: metrics(params, batch), batches)
-        by_client = lambda leaf: jax.ops.segment_sum(leaf.reshape(-1), owners, split.num_clients)  # noqa: E731
-        return {name: jnp.stack([by_client(s), by_client(w)]) for name, (s, w) in scores.items()}
 
-    return lambda params: evaluate(params, batches, owners)
+def score(metrics: Callable, params: Any, batches: dict[str, Any], owners: Any, *, clients: int) -> dict[str, Any]:
+    """Sums and weights of every metric over each client's rows of `in_batches`; may be traced and mapped."""
+    scores = jax.lax.map(lambda batch: metrics(params, batch), batches)
+    by_client = lambda leaf: jax.ops.segment_sum(leaf.reshape(-1), owners, clients)  # noqa: E731
+    return {name: jnp.stack([by_client(s), by_client(w)]) for name, (s, w) in scores.items()}
 
 
 def client_values(sums: Any) -> Any:

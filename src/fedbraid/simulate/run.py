@@ -135,8 +135,8 @@ def simulate(
     traffic = cost(alg, params, split)  # checks the structure too, before anything compiles
 
     mesh = client_mesh(devices)
-    chosen = _choose_plan(alg, params, split, mesh, plan, chunk, size)
-    stream = data_in == "host" or (data_in == "auto" and not _fits(split.nbytes, mesh))
+    chosen = choose_plan(alg, params, split, mesh, plan, chunk, size)
+    stream = data_in == "host" or (data_in == "auto" and not fits(split.nbytes, mesh))
     on_host = _states_on_host(alg, params, split.num_clients, states_in, mesh)
     feed = Feed(alg, chosen, mesh, split, seed=seed, window=min(WINDOW, rounds), stream=stream)
     engine = make_engine(
@@ -158,7 +158,7 @@ def simulate(
     return run.go()
 
 
-def _fits(wanted: int, mesh: Mesh) -> bool:
+def fits(wanted: int, mesh: Mesh) -> bool:
     device = mesh.devices.flat[0]
     copies = mesh.devices.size if device.platform == "cpu" else 1
     return wanted * copies <= 0.4 * free_memory(device)
@@ -171,11 +171,11 @@ def _states_on_host(alg: Algorithm, params: PyTree, population: int, states_in: 
     state = jax.eval_shape(alg.init_client, params)
     bytes_each = sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     if states_in == "auto":
-        return not _fits(bytes_each * population, mesh)
+        return not fits(bytes_each * population, mesh)
     return states_in == "host" and bytes_each > 0
 
 
-def _choose_plan(
+def choose_plan(
     alg: Algorithm, params: PyTree, split: Split, mesh: Mesh, kind: Any, chunk: int | Literal["auto"], cohort: int
 ) -> Plan:
     device, devices = mesh.devices.flat[0], mesh.devices.size
