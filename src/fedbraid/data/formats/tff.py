@@ -35,11 +35,11 @@ SHAPES = {"pixels": (28, 28), "image": (32, 32, 3)}
 
 
 class Source(NamedTuple):
-    """One split of one file: its clients, read one after the other as often as asked."""
+    """One split of one file: its clients, read one after the other as often as asked, with the fields asked for."""
 
     split: str
     file: Path
-    clients: Callable[[], Iterator[Client]]
+    clients: Callable[[set[str] | None], Iterator[Client]]
 
 
 def read_tff(
@@ -65,14 +65,15 @@ def read_tff(
                 f"{', '.join(map(str, paths))}: no train split among the files (their names should say train)"
             )
         sources.sort(key=lambda s: s.split != "train")
-        first = next(sources[0].clients(), None)
+        first = next(sources[0].clients(None), None)
         if first is None:
             raise ValueError(f"{sources[0].file}: holds no clients")
         convert = _recipe(writer, set(first[1]), sources, words, length, vocabulary, pixels)
+        wanted = {"tokens"} if "tokens" in first[1] else set(first[1])  # StackOverflow's titles and tags stay unread
         for source in sources:
-            for client, fields in source.clients():
-                if set(fields) != set(first[1]):
-                    missing = sorted(set(first[1]) ^ set(fields))
+            for client, fields in source.clients(wanted if "tokens" in wanted else None):
+                if set(fields) != wanted:
+                    missing = sorted(wanted ^ set(fields))
                     raise ValueError(
                         f"{source.file}: client {client}: field {missing[0]}: not the fields of the first client"
                     )
@@ -141,7 +142,7 @@ def _recipe(
 
 def _count_words(source: Source) -> Counter[str]:
     counts: Counter[str] = Counter()
-    for client, fields in source.clients():
+    for client, fields in source.clients({"tokens"}):
         for sentence in _strings(fields["tokens"], f"{source.file}: client {client}: field tokens"):
             counts.update(sentence.split())
     return counts
@@ -167,7 +168,7 @@ def _sources(path: Path, stack: contextlib.ExitStack) -> list[Source]:
         magic = file.read(16)
     if magic == SQLITE_MAGIC:
         return _sqlite(path, stack)
-    return [Source(_split_of(path), path, lambda: _hdf5(path))]
+    return [Source(_split_of(path), path, lambda wanted: _hdf5(path, wanted))]
 
 
 def _split_of(path: Path) -> str:
@@ -177,7 +178,7 @@ def _split_of(path: Path) -> str:
     return "test" if "test" in name else "train"
 
 
-def _hdf5(path: Path) -> Iterator[Client]:
+def _hdf5(path: Path, wanted: set[str] | None) -> Iterator[Client]:
     h5py = need("h5py")
     try:
         file = h5py.File(path, "r")
@@ -196,7 +197,8 @@ def _hdf5(path: Path) -> Iterator[Client]:
             field = "?"
             try:
                 for field in group[client]:
-                    fields[field] = group[client][field][()]
+                    if wanted is None or field in wanted:
+                        fields[field] = group[client][field][()]
             except (OSError, RuntimeError, KeyError, AttributeError) as error:
                 raise ValueError(
                     f"{path}: client {client}: field {field}: cannot be read, damaged or cut short ({_line(error)})"
@@ -224,13 +226,13 @@ def _sqlite(path: Path, stack: contextlib.ExitStack) -> list[Source]:
     if unknown := [s for s in splits if s not in names]:
         raise ValueError(f"{path}: unknown split {unknown[0]!r} in client_metadata; known: {', '.join(names)}")
 
-    def clients_of(split: str) -> Callable[[], Iterator[Client]]:
-        return lambda: _sqlite_clients(path, split)
+    def clients_of(split: str) -> Callable[[set[str] | None], Iterator[Client]]:
+        return lambda wanted: _sqlite_clients(path, split, wanted)
 
     return [Source(names[s], path, clients_of(s)) for s in splits]
 
 
-def _sqlite_clients(path: Path, split: str) -> Iterator[Client]:
+def _sqlite_clients(path: Path, split: str, wanted: set[str] | None) -> Iterator[Client]:
     with _query(path) as run:
         due = dict(run("SELECT client_id, num_examples FROM client_metadata WHERE split_name = ?", split))
         rows = run(
@@ -241,7 +243,8 @@ def _sqlite_clients(path: Path, split: str) -> Iterator[Client]:
             examples = [parse_example(blob, f"{path}: client {client}") for _, blob in group]
             if len(examples) != due.pop(client, None):
                 raise ValueError(f"{path}: client {client}: {len(examples)} examples, client_metadata says otherwise")
-            yield client, _stack(examples, f"{path}: client {client}")
+            fields = _stack(examples, f"{path}: client {client}")
+            yield client, fields if wanted is None else {k: v for k, v in fields.items() if k in wanted}
         if due:
             raise ValueError(f"{path}: client {min(due)}: {due[min(due)]} examples are missing from the table")
 
