@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 
 from fedbraid.models import layers
-from fedbraid.models.layers import as_floats, conv2d, conv_init, dense, dense_init, max_pool
+from fedbraid.models.layers import as_floats, conv2d, conv_init, dense, dense_init, image_shape, max_pool
 from fedbraid.models.model import Model, check_sizes, score_classes, supervised
 
 
@@ -28,8 +28,8 @@ def emnist_cnn(classes: int = 62, *, dropout: bool = True, image: tuple[int, ...
     >>> sum(leaf.size for leaf in jax.tree.leaves(params))
     1206590
     """
-    height, width, channels = (*image, 1) if len(image) == 2 else image
-    check_sizes(classes=classes, channels=channels)
+    height, width, channels = image_shape(image)
+    check_sizes(classes=classes)
     if min(height, width) < 6:
         raise ValueError(f"image must be at least 6 x 6 for two valid convolutions and a pool, got {tuple(image)}")
     rates = (0.25, 0.5) if dropout else (0.0, 0.0)

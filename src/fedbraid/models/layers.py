@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedbraid.models.model import check_sizes
 from fedbraid.models.winograd import TILE, conv_blocks, from_blocks, to_blocks
 
 Array = jax.Array
@@ -41,6 +42,16 @@ def dense(params: Dense, x: Array) -> Array:
     return x @ params["w"] + params["b"]
 
 
+def image_shape(image: Sequence[int]) -> tuple[int, int, int]:
+    """(height, width, channels), one channel where none is named."""
+    shape = tuple(image)
+    if len(shape) not in (2, 3):
+        raise ValueError(f"image must be (height, width) or (height, width, channels), got {shape}")
+    height, width, channels = (*shape, 1) if len(shape) == 2 else shape
+    check_sizes(height=height, width=width, channels=channels)
+    return height, width, channels
+
+
 def as_floats(x: Array, shape: Sequence[int]) -> Array:
     """[B, ...] as floats of shape [B, *shape]; whole numbers of one byte are pixels and become 0 to 1."""
     x = jnp.asarray(x)
@@ -56,7 +67,9 @@ def as_floats(x: Array, shape: Sequence[int]) -> Array:
 Padding = str | int | Sequence[tuple[int, int]]
 
 
-def conv2d(x: Array, kernel: Array, *, stride: int | tuple[int, int] = 1, padding: Padding = "VALID") -> Array:
+def conv2d(
+    x: Array, kernel: Array, *, stride: int | tuple[int, int] = 1, padding: Padding = "VALID", precision=None
+) -> Array:
     """Convolution of images [B, H, W, in] with a kernel [kh, kw, in, out], made of matrix products.
 
     XLA's own convolution is slow in the two places a federated simulation uses it: on a CPU inside a loop (one client
@@ -68,6 +81,7 @@ def conv2d(x: Array, kernel: Array, *, stride: int | tuple[int, int] = 1, paddin
         kernel: [kh, kw, in, out].
         stride: one for both axes, or (down, across).
         padding: ``"VALID"``, ``"SAME"`` (as XLA and TensorFlow define it), a number, or ((top, bottom), (left, right)).
+        precision: of the matrix products, as in ``jax.numpy.matmul``; tiles always take the highest.
 
     >>> import jax.numpy as jnp
     >>> conv2d(jnp.ones((1, 4, 4, 1)), jnp.ones((3, 3, 1, 1)))[0, :, :, 0]
@@ -77,13 +91,13 @@ def conv2d(x: Array, kernel: Array, *, stride: int | tuple[int, int] = 1, paddin
     kh, kw, c, out = kernel.shape
     if x.ndim != 4 or x.shape[-1] != c:
         raise ValueError(f"conv2d takes images [B, H, W, {c}] for a kernel of shape {kernel.shape}, got {x.shape}")
-    strides = (stride, stride) if isinstance(stride, int) else stride
+    strides = (stride, stride) if isinstance(stride, int) else (stride[0], stride[1])
     x = pad_images(x, (kh, kw), strides, padding)
     b, (h, w) = x.shape[0], _window_counts(x, (kh, kw), strides)
     if strides == (1, 1) and (kh, kw) == (3, 3) and winograd_pays(b, h, w, c, x.dtype):
         return from_blocks(conv_blocks(to_blocks(x), kernel), h, w)
     columns = patches(x, (kh, kw), strides).reshape(b * h * w, kh * kw * c)
-    return (columns @ kernel.reshape(kh * kw * c, out)).reshape(b, h, w, out)
+    return jnp.matmul(columns, kernel.reshape(kh * kw * c, out), precision=precision).reshape(b, h, w, out)
 
 
 def winograd_pays(b: int, h: int, w: int, channels: int, dtype) -> bool:
@@ -179,7 +193,9 @@ def dropout(x: Array, rate: float, key: Array | None) -> Array:
     >>> sorted(set(dropout(jnp.ones(100), 0.5, jax.random.key(0)).tolist()))
     [0.0, 2.0]
     """
-    threshold = round(256 * rate)
+    if not 0 <= rate < 1:
+        raise ValueError(f"a dropout rate must be 0 or more and less than 1, got {rate}")
+    threshold = min(round(256 * rate), 255)
     if key is None or threshold == 0:
         return x
     words = jax.random.bits(key, (-(-x.size // 4),), jnp.uint32)

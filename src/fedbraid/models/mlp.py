@@ -25,6 +25,8 @@ def mlp(d: int, classes: int, *, hidden: Sequence[int] = (300, 100)) -> Model:
     [(784, 300), (300, 100), (100, 62)]
     """
     check_sizes(d=d, classes=classes)
+    if not isinstance(hidden, list | tuple):
+        raise ValueError(f"hidden must be a list of widths such as [300, 100], got {hidden!r}")
     for width in hidden:
         check_sizes(hidden=width)
     widths = [d, *hidden, classes]

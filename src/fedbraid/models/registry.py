@@ -37,7 +37,7 @@ def _image(shapes: Shapes) -> tuple[int, ...]:
         return (math.isqrt(shape[0]), math.isqrt(shape[0]), 1)
     if len(shape) not in (2, 3):
         raise ValueError(f"this model reads images, the data's 'x' has shape {shape}: set the option image")
-    return (*shape, 1) if len(shape) == 2 else shape
+    return shape
 
 
 # What each factory takes from the data set: argument -> (shapes, num_classes) -> value.

@@ -13,7 +13,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from fedbraid.models.layers import as_floats, conv2d, dense, dense_init, glorot_uniform, max_pool
+from fedbraid.models.layers import as_floats, conv2d, dense, dense_init, glorot_uniform, image_shape, max_pool
 from fedbraid.models.model import Array, Model, check_sizes, score_classes, supervised
 
 STRIDES = (1, 1, 2, 1, 2, 1, 2, 1)  # of the eight blocks; a stride of 2 doubles the channels
@@ -42,8 +42,8 @@ def resnet18_gn(
     >>> sum(leaf.size for leaf in jax.tree.leaves(shapes))
     11220132
     """
-    rows, cols, channels = (*image, 1) if len(image) == 2 else image
-    check_sizes(classes=classes, rows=rows, cols=cols, channels=channels, groups=groups, width=width)
+    rows, cols, channels = image_shape(image)
+    check_sizes(classes=classes, groups=groups, width=width)
     if width % groups:
         raise ValueError(f"groups must divide the width of {width} channels, got {groups}")
     if stem not in ("small", "large"):

@@ -124,7 +124,8 @@ def _convolution(params: dict[str, Any], x, kernel):
     if spatial == 1:
         x, kernel = x[:, None], kernel[None]
         strides, padding = (1, *strides), ((0, 0), *padding)
-    y = conv2d(x, kernel, stride=(strides[0], strides[1]), padding=padding)
+    precision = params["precision"]
+    y = conv2d(x, kernel, stride=(strides[0], strides[1]), padding=padding, precision=precision)
     if spatial == 1:
         y = y[:, 0]
     order = [0] * y.ndim
