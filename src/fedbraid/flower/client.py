@@ -1,0 +1,249 @@
+"""A site's half: a ClientApp that runs an algorithm's client functions on the site's own data."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import numpy as np
+from flwr.app import ConfigRecord, Context, Message
+from flwr.clientapp import ClientApp
+
+import fedbraid
+from fedbraid import address
+from fedbraid.core import Algorithm, Report
+from fedbraid.flower import wire
+from fedbraid.flower.compiled import CACHE_DIR, use_cache
+from fedbraid.flower.identity import (
+    Schema,
+    check_data,
+    fingerprint,
+    messages_of,
+    schema_from_json,
+    schema_to_json,
+    shapes_of,
+)
+from fedbraid.flower.pack import Layout, layout_of, pack, read_records, records, unpack
+from fedbraid.flower.states import INIT, States, states_of
+from fedbraid.flower.wire import Answer, Greeting, Order, Presence, Refusal, content, read_plain
+from fedbraid.local import ClientData
+
+__all__ = ["client_app"]
+
+PyTree = Any
+LoadData = Callable[[Context], Mapping[str, Any]]
+NUMBER_KEYS = ("client", "partition-id")  # of a node's config: its number in the population
+_log = logging.getLogger("flwr")
+
+
+def client_app(
+    alg: Algorithm,
+    params: PyTree,
+    load_data: LoadData,
+    *,
+    fingerprint: str | None = None,
+    cache: bool = True,
+) -> ClientApp:
+    """The ClientApp of an algorithm: the same object that :func:`fedbraid.simulate` runs.
+
+    Args:
+        alg: the algorithm. Each of its exchanges is an action, ``train.<name>``.
+        params: the model's parameters, or their shapes: values come from the server.
+        load_data: (context) -> the site's own arrays, one row an example, as the server's schema asks.
+        fingerprint: a name of your own for what is computed, the same on the server; by default a digest of the
+            client programs.
+        cache: keep compiled programs on the node's disk (``cache-dir`` of its config, else beside Flower's files).
+
+    The node's config may say the site's number in the population (``client`` or ``partition-id``; else the server
+    numbers the nodes) and a folder for its state (``state-dir``).
+
+    >>> import jax.numpy as jnp, numpy as np
+    >>> from fedbraid import fedavg
+    >>> alg = fedavg(lambda p, batch, key: jnp.sum((p - batch["x"].mean(0)) ** 2))
+    >>> app = client_app(alg, jnp.zeros(3), lambda context: {"x": np.ones((5, 3), np.float32)})
+    """
+    if not callable(load_data):
+        raise ValueError(f"load_data must be a function of the node's context, got {load_data!r}")
+    site = _Site(alg, params, load_data, fingerprint, cache)
+    app = ClientApp()
+    app.query(wire.HELLO)(site.guard(site.hello))
+    for index, exchange in enumerate(alg.exchanges):
+        app.train(wire.action_of(exchange.name))(site.guard(partial(site.work, index)))
+    return app
+
+
+class StateLostError(ValueError):
+    """The state that a client should start from is not on this node."""
+
+
+class _Site:
+    """What a process of a node knows: the algorithm and how to load its data. All else comes with the message."""
+
+    def __init__(self, alg: Algorithm, params: PyTree, load_data: LoadData, name: str | None, cache: bool) -> None:
+        self.alg, self.load_data, self.name, self.cache = alg, load_data, name, cache
+        self.params = shapes_of(params)
+        self.programs = [jax.jit(exchange.client) for exchange in alg.exchanges]
+        self.prints: dict[str, str] = {}
+
+    @cached_property
+    def state_layout(self) -> Layout:
+        return layout_of(jax.eval_shape(self.alg.init_client, self.params))
+
+    @cached_property
+    def down_layouts(self) -> list[Layout]:
+        server = jax.eval_shape(self.alg.init, self.params)
+        return [layout_of(jax.eval_shape(exchange.send, server)) for exchange in self.alg.exchanges]
+
+    def guard(self, handle: Callable[[Message, Context], Message]) -> Callable[[Message, Context], Message]:
+        """What the user or the other side did wrong becomes an answer with the reason; a fault stays an exception."""
+
+        def handler(message: Message, context: Context) -> Message:
+            if self.cache:
+                use_cache(context.node_config.get(CACHE_DIR))  # pyright: ignore[reportArgumentType]
+            try:
+                return handle(message, context)
+            except ValueError as error:
+                _log.error("refused: %s", error)
+                greet = isinstance(error, StateLostError)
+                return Message(content(Refusal(str(error), greet)), reply_to=message)
+
+        return handler
+
+    def data(self, context: Context, schema: Schema) -> tuple[ClientData, int]:
+        arrays = self.load_data(context)
+        rows = check_data(schema, arrays)
+        return client_data(arrays, rows), rows
+
+    def fingerprint(self, schema: Schema) -> str:
+        if self.name is not None:
+            return self.name
+        text = schema_to_json(schema)
+        if text not in self.prints:
+            self.prints[text] = fingerprint(self.alg, self.params, schema)
+        return self.prints[text]
+
+    def fingerprint_for(self, context: Context, run: str, text: str) -> str:
+        """This node's fingerprint; remembered in its context, because finding it takes a trace of the programs."""
+        key = f"fedbraid/{run}/fingerprint"
+        known = context.state.config_records.get(key)
+        if known is not None and known.get("schema") == text:
+            return str(known["fingerprint"])
+        found = self.fingerprint(schema_from_json(text))
+        context.state[key] = ConfigRecord({"schema": text, "fingerprint": found})
+        return found
+
+    def check_fingerprint(self, context: Context, run: str, text: str, theirs: str) -> str:
+        mine = self.fingerprint_for(context, run, text)
+        if mine != theirs:
+            raise ValueError(
+                f"this node's algorithm has the fingerprint {mine}, the server's has {theirs}: both must run the same "
+                f"algorithm, options, model and versions (here {_versions()})"
+            )
+        return mine
+
+    def hello(self, message: Message, context: Context) -> Message:
+        """Before the first round: does this site's data fit, and does it run what the server runs?"""
+        greeting = read_plain(message, Greeting)
+        schema = schema_from_json(greeting.schema)
+        number = _number(context, greeting)
+        _, rows = self.data(context, schema)
+        mine = self.check_fingerprint(context, greeting.run, greeting.schema, greeting.fingerprint)
+        held: list[str] = []
+        if self.state_layout.leaves:
+            states = states_of(context, greeting.run, number)
+            if not states.held():
+                # the first state is made from the server's own parameters, so that both mean the same bits
+                params = read_records(layout_of(self.params), wire.arrays_in(message))
+                states.write(INIT, pack(jax.jit(self.alg.init_client)(params)))
+            held = states.held()
+        layouts = messages_of(self.alg, self.params, schema)
+        presence = Presence(
+            client=number,
+            examples=rows,
+            fingerprint=mine,
+            layouts=json.dumps([[json.loads(m.down.to_json()), json.loads(m.up.to_json())] for m in layouts]),
+            held=json.dumps(held),
+            versions=_versions(),
+        )
+        return Message(content(presence), reply_to=message)
+
+    def work(self, index: int, message: Message, context: Context) -> Message:
+        """One exchange: the upload goes out, the state it leads to stays here until the server says it was taken in."""
+        order = read_plain(message, Order)
+        if order.exchange != index:
+            raise ValueError(f"exchange {order.exchange} was ordered under the name of exchange {index}")
+        self.check_fingerprint(context, order.run, order.schema, order.fingerprint)
+        down = read_records(self.down_layouts[index], wire.arrays_in(message))
+        data, _ = self.data(context, schema_from_json(order.schema))
+        states = states_of(context, order.run, order.client) if self.state_layout.leaves else None
+        state = self.state(states, order)
+        key = address.exchange_key(jax.random.key(order.seed), order.round, order.exchange)
+        report: Report = self.programs[index](down, state, data, address.client_key(key, order.client))
+        if states is not None:
+            states.write(order.tag, pack(report.state))
+            states.keep({order.durable, order.base, order.tag})
+        layout = layout_of(report.up)
+        leaves = "" if layout.digest == order.layout else layout.to_json()
+        answer = Answer(order.tag, float(report.weight), layout.digest, leaves)
+        metrics = {name: float(value) for name, value in report.metrics.items()}
+        return Message(content(answer, records(report.up), metrics), reply_to=message)
+
+    def state(self, states: States | None, order: Order) -> PyTree:
+        if states is None:
+            return unpack(self.state_layout, {})
+        buffers = states.read(order.base)
+        if buffers is None:
+            raise StateLostError(
+                f"client {order.client} no longer holds its state {order.base!r} (it holds {states.held()}): a node "
+                "keeps its states over a restart only if its config names a folder for them, state-dir"
+            )
+        return unpack(self.state_layout, buffers)
+
+
+def room_for(rows: int) -> int:
+    """Rows that a program is compiled for: at least ``rows`` and at most an eighth more.
+
+    A site whose data grows a little, and a site of about the same size on the same machine, compile nothing new.
+
+    >>> [room_for(n) for n in (3, 16, 17, 1000, 1030)]
+    [16, 16, 18, 1024, 1152]
+    """
+    if rows <= 16:
+        return 16
+    step = 1 << ((rows - 1).bit_length() - 4)
+    return -(-rows // step) * step
+
+
+def client_data(arrays: Mapping[str, Any], rows: int) -> ClientData:
+    """A site's arrays as its client functions take them, padded to :func:`room_for` their rows."""
+    room = room_for(rows)
+    canonical = jax.dtypes.canonicalize_dtype
+
+    def padded(array: Any) -> np.ndarray:
+        array = np.asarray(array)
+        out = np.zeros((room, *array.shape[1:]), canonical(array.dtype))
+        out[:rows] = array
+        return out
+
+    return ClientData({name: padded(a) for name, a in arrays.items()}, np.int32(0), np.int32(rows), room)
+
+
+def _versions() -> str:
+    return f"fedbraid {fedbraid.__version__}, jax {jax.__version__}"
+
+
+def _number(context: Context, greeting: Greeting) -> int:
+    """The site's number in the population: what its config says, else what the server offers."""
+    for key in NUMBER_KEYS:
+        if key in context.node_config:
+            number = context.node_config[key]
+            if type(number) is not int or not 0 <= number < greeting.population:
+                raise ValueError(
+                    f"the node's config says {key}={number!r}; clients are numbered 0 to {greeting.population - 1}"
+                )
+            return number
+    return greeting.client

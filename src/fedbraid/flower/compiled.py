@@ -1,0 +1,36 @@
+"""Compile once: Flower starts a process for every message, so a node keeps what was compiled on its disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+
+__all__ = ["CACHE_DIR", "use_cache"]
+
+CACHE_DIR = "cache-dir"  # the key in a node's config
+
+
+def default_cache() -> Path:
+    """Beside Flower's own files."""
+    home = os.environ.get("FLWR_HOME")
+    return (Path(home) if home else Path.home() / ".flwr") / "fedbraid-compiled"
+
+
+def use_cache(folder: Path | str | None = None) -> Path | None:
+    """Keep compiled programs in ``folder``, however small and quick to compile, unless the process already keeps them.
+
+    Returns the folder in use. An empty string turns it off.
+    """
+    if folder == "":
+        return None
+    if jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
+        return Path(jax.config.jax_compilation_cache_dir)  # pyright: ignore[reportAttributeAccessIssue]
+    place = Path(folder).expanduser() if folder else default_cache()
+    place.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(place))
+    # jax keeps only what took a second to compile; here every program is wanted again by the next message's process
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return place

@@ -1,0 +1,137 @@
+"""A federation inside one process: real ClientApp and ServerApp objects, real Flower messages, no network.
+
+For tests and for trying a deployment out before any machine is involved. Every message is serialised by Flower's own
+code and read back, and every node's context goes through Flower's own encoding, so what works here works on the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
+from flwr.common.serde import context_from_proto, context_to_proto
+from flwr.serverapp import Grid, ServerApp
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedbraid.flower.wire import serialized_bytes
+
+__all__ = ["InProcessGrid"]
+
+Tamper = Callable[[Message, Message], Message | None]
+
+
+class InProcessGrid(Grid):
+    """A Grid whose nodes are contexts in this process.
+
+    Args:
+        app: the ClientApp that every node runs, or one per node.
+        nodes: each node's config by its id; a node may be added, removed or replaced between rounds.
+        tamper: (order, reply) -> the reply that arrives instead, or None if it is lost: faults for tests.
+
+    >>> import jax.numpy as jnp, numpy as np
+    >>> from fedbraid import fedavg
+    >>> from fedbraid.flower import client_app, schema_of, server_app
+    >>> alg = fedavg(lambda p, batch, key: jnp.sum((p - batch["x"].mean(0)) ** 2), client_lr=0.25)
+    >>> rows = {"x": np.ones((4, 3), np.float32)}
+    >>> grid = InProcessGrid(client_app(alg, jnp.zeros(3), lambda context: rows), {10: {}, 11: {}})
+    >>> app = server_app(alg, jnp.zeros(3), schema=schema_of(rows), rounds=2, population=2, on_round=None,
+    ...                  on_end=lambda served: print(served.params))
+    >>> grid.run_server(app)
+    [0.75 0.75 0.75]
+    """
+
+    def __init__(
+        self,
+        app: ClientApp | Mapping[int, ClientApp],
+        nodes: Mapping[int, Mapping[str, Any]],
+        *,
+        tamper: Tamper | None = None,
+    ) -> None:
+        self.apps = app
+        self.tamper = tamper
+        self.contexts: dict[int, Context] = {}
+        for node, config in nodes.items():
+            self.join(node, config)
+        self.sent: list[Message] = []
+        self.received: list[Message] = []
+        self.wire: list[tuple[str, int]] = []  # ("down" or "up", serialised bytes) of every message
+        self._replies: dict[str, Message] = {}
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+
+    def join(self, node: int, config: Mapping[str, Any]) -> None:
+        """A node comes, or comes back with nothing but its config."""
+        self.contexts[node] = Context(1, node, dict(config), RecordDict(), {})
+
+    def leave(self, node: int) -> None:
+        del self.contexts[node]
+
+    def run_server(self, app: ServerApp) -> None:
+        """Run a ServerApp on this grid."""
+        app(self, Context(1, 1, {}, RecordDict(), {}))
+
+    # -- what a Grid is
+
+    def set_run(self, run: Run) -> None:
+        raise NotImplementedError
+
+    @property
+    def run(self) -> Run:
+        raise NotImplementedError
+
+    def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        raise NotImplementedError
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.contexts)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        ids = []
+        for message in messages:
+            self.wire.append(("down", serialized_bytes(message)))
+            arrived = _travel(message)
+            ids.append(arrived.metadata.message_id)
+            self.sent.append(arrived)
+            node = arrived.metadata.dst_node_id
+            if node in self.contexts and (reply := self._handle(node, arrived)) is not None:
+                self._replies[ids[-1]] = reply
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return [self._replies.pop(id_) for id_ in list(message_ids) if id_ in self._replies]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        del timeout
+        return self.pull_messages(self.push_messages(messages))
+
+    def _handle(self, node: int, message: Message) -> Message | None:
+        context = self.contexts[node]
+        app = self.apps[node] if isinstance(self.apps, Mapping) else self.apps
+        try:
+            reply = app(message, context)
+        except Exception as error:  # what a node's process does with whatever its ClientApp raises
+            reason = f"{type(error)}:<'{error}'>"
+            reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+        if node in self.contexts and self.contexts[node] is context:
+            self.contexts[node] = context_from_proto(context_to_proto(context))
+        if self.tamper is not None and (reply := self.tamper(message, reply)) is None:
+            return None
+        self.wire.append(("up", serialized_bytes(reply)))
+        arrived = _travel(reply)
+        self.received.append(arrived)
+        return arrived
+
+
+def _travel(message: Message) -> Message:
+    """The message as the other side reads it from its bytes."""
+    id_ = message.object_id
+    contents = {i: item.deflate() for i, item in get_all_nested_objects(message).items()}
+    arrived = inflate_object_from_contents(id_, contents)
+    assert isinstance(arrived, Message)
+    arrived.metadata.__dict__["_message_id"] = id_
+    return arrived

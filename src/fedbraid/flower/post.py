@@ -1,0 +1,94 @@
+"""Messages on their way: what was sent over a Grid, and the replies as they come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedbraid.flower.wire import serialized_bytes
+
+__all__ = ["Letter", "Post", "Reply", "Ticket"]
+
+
+class Letter(NamedTuple):
+    """One message to send."""
+
+    node: int
+    client: int
+    kind: str  # Flower's message type
+    content: RecordDict
+
+
+class Ticket(NamedTuple):
+    """A message on its way: what a reply to it would be a reply to. Never what the reply itself says."""
+
+    node: int
+    client: int
+    tag: str
+    expires: float
+
+
+class Reply(NamedTuple):
+    """What came back: a message, or why there is none to read."""
+
+    ticket: Ticket
+    message: Message | None
+    error: str = ""
+
+
+class Post:
+    """The mail of a run. Replies are matched to what was asked, whenever they come."""
+
+    def __init__(self, grid: Grid, *, keep: float) -> None:
+        self._grid, self._keep = grid, keep
+        self._waiting: dict[str, Ticket] = {}
+
+    def waiting(self, tag: str) -> set[int]:
+        """The nodes that a message with this tag is on its way to."""
+        return {ticket.node for ticket in self._waiting.values() if ticket.tag == tag}
+
+    def send(self, letters: Sequence[Letter], *, tag: str, group: str) -> int:
+        """Send; returns the bytes that Flower serialised."""
+        if not letters:
+            return 0
+        messages = [Message(x.content, x.node, x.kind, ttl=self._keep, group_id=group) for x in letters]
+        size = sum(serialized_bytes(message) for message in messages)
+        expires = time.monotonic() + self._keep
+        for letter, id_ in zip(letters, self._grid.push_messages(messages), strict=False):
+            if id_:
+                self._waiting[id_] = Ticket(letter.node, letter.client, tag, expires)
+        return size
+
+    def replies(self) -> list[Reply]:
+        """The replies that are there now. One that Flower cannot read is its sender's fault, and ends no run."""
+        now = time.monotonic()
+        self._waiting = {id_: ticket for id_, ticket in self._waiting.items() if ticket.expires >= now}
+        if not self._waiting:
+            return []
+        try:
+            return self._match(self._grid.pull_messages(list(self._waiting)))
+        except (ValueError, TypeError, KeyError):
+            found = []  # ask one by one to see whose it is
+            for id_, ticket in list(self._waiting.items()):
+                try:
+                    found += self._match(self._grid.pull_messages([id_]))
+                except (ValueError, TypeError, KeyError) as error:
+                    del self._waiting[id_]
+                    found.append(Reply(ticket, None, f"unreadable: {error}"))
+            return found
+
+    def _match(self, messages) -> list[Reply]:
+        found = []
+        for message in messages:
+            ticket = self._waiting.pop(message.metadata.reply_to_message_id, None)
+            if ticket is None:
+                continue
+            if message.has_error():
+                found.append(Reply(ticket, None, str(message.error.reason)))
+            else:
+                found.append(Reply(ticket, message))
+        return found

@@ -1,0 +1,539 @@
+"""The server's half: a ServerApp that drives rounds over Flower's Grid.
+
+Every exchange is asked of a seeded cohort, waits until a deadline, and judges each reply before it counts. What is
+late, lost, malformed, not finite or too large is left out, counted, and named; the uploads that count re-normalise. The
+server's state, its history and the tag of every client's last accepted upload are checkpointed together, so that a
+restarted ServerApp goes on at its round and its clients agree with it.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flwr.app import Context, Message
+from flwr.app.exception import AppExitException
+from flwr.serverapp import Grid, ServerApp
+
+from fedbraid import address
+from fedbraid.core import Algorithm, check_choice, check_count, check_number
+from fedbraid.flower import wire
+from fedbraid.flower.aggregate import Aggregator, Upload
+from fedbraid.flower.identity import Messages, Schema, fingerprint, messages_of, schema_to_json
+from fedbraid.flower.pack import MessageError, check_layout, read_records, records
+from fedbraid.flower.post import Letter, Post, Reply
+from fedbraid.flower.roster import Roster, Terms
+from fedbraid.flower.states import INIT
+from fedbraid.flower.wire import Answer, Order, Refusal, content, read_plain
+from fedbraid.simulate import checkpoint
+
+__all__ = ["Policy", "Round", "Served", "TooFewError", "serve", "server_app"]
+
+PyTree = Any
+SLACK = 1 << 20  # a reply larger than its upload by more than this is not read
+POLL = (0.01, 0.5)  # seconds between two looks for replies: first, and at most
+AGAIN = 3.0  # seconds between two looks for nodes that came back, while too few have answered
+
+
+class TooFewError(AppExitException):
+    """Too few nodes: the run ends with a non-zero exit code."""
+
+    exit_code = 200  # Flower's "precondition of the strategy unmet"
+
+
+class Policy(NamedTuple):
+    """What a round does when nodes are slow, gone or wrong.
+
+    deadline: seconds that an exchange waits for its uploads.
+    minimum: uploads that an exchange needs.
+    too_few: what happens with fewer at the deadline. ``wait``: go on waiting, and ask nodes that came back again;
+        ``skip``: leave the server as it is and go to the next round; ``abort``: end with a non-zero exit code.
+    patience: seconds after which ``wait`` gives up and aborts.
+    join: seconds to wait at the start for the whole population; then the run starts with ``minimum`` nodes or aborts.
+    """
+
+    deadline: float = 600.0
+    minimum: int = 1
+    too_few: Literal["wait", "skip", "abort"] = "skip"
+    patience: float = 3600.0
+    join: float = 120.0
+
+    def check(self) -> None:
+        check_number("deadline", self.deadline, low=0, open_low=True)
+        check_count("minimum", self.minimum)
+        check_choice("too_few", self.too_few, ("wait", "skip", "abort"))
+        check_number("patience", self.patience, low=0)
+        check_number("join", self.join, low=0)
+
+
+DEFAULT = Policy()
+
+
+class Round(NamedTuple):
+    """What one round tells: for the terminal, and as a row of the history."""
+
+    round: int  # rounds done
+    rounds: int
+    row: dict[str, float]
+    evaluation: dict[str, float]
+    seconds: float
+    notes: tuple[str, ...]  # who was left out, and why
+
+    def total(self, column: str) -> float:
+        """A column summed over the round's exchanges."""
+        return sum(value for name, value in self.row.items() if name.endswith(f"/{column}"))
+
+    def line(self) -> str:
+        """One line for the terminal: nodes answered of those asked, bytes, metrics."""
+        shown = self.evaluation or {k: v for k, v in self.row.items() if k.split("/")[-1] == "loss"}
+        scores = "".join(f"  {name} {value:.4g}" for name, value in list(shown.items())[:3])
+        return (
+            f"round {self.round}/{self.rounds}  nodes {self.total('arrived'):g}/{self.total('asked'):g}  "
+            f"down {_bytes(self.total('wire_down'))}  up {_bytes(self.total('wire_up'))}{scores}  {self.seconds:.1f} s"
+        )
+
+
+def show(told: Round) -> None:
+    """Print a round's line, and a line for everyone whose upload did not count."""
+    print(told.line(), *told.notes, sep="\n  ", flush=True)
+
+
+def _bytes(n: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if n < 1000:
+            return f"{n:.3g} {unit}"
+        n /= 1000
+    return f"{n:.3g} GB"
+
+
+class Served(NamedTuple):
+    """A deployed run: what :class:`fedbraid.simulate.Result` is for a simulated one.
+
+    counts: how many replies of the whole run were late, missing, malformed, nonfinite, oversized, failed or refused.
+    """
+
+    params: PyTree
+    server: PyTree
+    history: dict[str, np.ndarray]
+    evaluations: dict[str, np.ndarray]
+    rounds: int
+    seconds: float
+    counts: dict[str, int]
+    nodes: dict[int, int]  # client -> node
+    taken: dict[int, str]  # client -> tag of its last upload that was taken in
+
+
+def server_app(
+    alg: Algorithm,
+    params: PyTree,
+    *,
+    schema: Schema,
+    rounds: int,
+    population: int,
+    cohort: int | None = None,
+    on_end: Callable[[Served], None] | None = None,
+    **options: Any,
+) -> ServerApp:
+    """The ServerApp of an algorithm: :func:`serve` on the Grid that Flower gives it.
+
+    >>> import jax.numpy as jnp, numpy as np
+    >>> from fedbraid import fedavg
+    >>> from fedbraid.flower import schema_of
+    >>> alg = fedavg(lambda p, batch, key: jnp.sum((p - batch["x"].mean(0)) ** 2))
+    >>> app = server_app(alg, jnp.zeros(3), schema=schema_of({"x": np.zeros((1, 3))}), rounds=5, population=3)
+    """
+    drive = partial(serve, alg, params, schema=schema, rounds=rounds, population=population, cohort=cohort, **options)
+    _check(rounds, population, cohort, options.get("policy", DEFAULT))
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        del context
+        served = drive(grid)
+        if on_end is not None:
+            on_end(served)
+
+    return app
+
+
+def _check(rounds: int, population: int, cohort: int | None, policy: Policy) -> None:
+    check_count("rounds", rounds)
+    check_count("population", population)
+    if cohort is not None and check_count("cohort", cohort) > population:
+        raise ValueError(f"cohort must be at most the population of {population} clients, got {cohort}")
+    policy.check()
+    if policy.minimum > (cohort or population):
+        raise ValueError(f"minimum must be at most the cohort of {cohort or population}, got {policy.minimum}")
+
+
+def serve(
+    alg: Algorithm,
+    params: PyTree,
+    grid: Grid,
+    *,
+    schema: Schema,
+    rounds: int,
+    population: int,
+    cohort: int | None = None,
+    seed: int = 0,
+    policy: Policy = DEFAULT,
+    evaluate: Callable[[PyTree], dict[str, float]] | None = None,
+    eval_every: int = 1,
+    checkpoints: Path | None = None,
+    checkpoint_every: int = 1,
+    fingerprint: str | None = None,
+    on_round: Callable[[Round], None] | None = show,
+) -> Served:
+    """Run ``alg`` for ``rounds`` rounds on the nodes of ``grid``, with ``cohort`` of them each (default: all).
+
+    Args:
+        schema: one example of the data's fields (:func:`fedbraid.flower.schema_of`); a node whose data does not fit
+            is refused.
+        population: how many clients there are: SCAFFOLD's N. Cohorts are drawn as the simulator draws them.
+        policy: deadlines, and what happens when nodes are missing.
+        evaluate: (params) -> scores, on the server, after every ``eval_every`` rounds and the last.
+        checkpoints: a folder; the run goes on from the newest checkpoint in it, and saves one every
+            ``checkpoint_every`` rounds. Clients keep what a restart would need.
+        fingerprint: a name of your own for what is computed, the same on all nodes.
+        on_round: called with a :class:`Round` after each; its ``line()`` is what a terminal shows.
+    """
+    _check(rounds, population, cohort, policy)
+    check_count("eval_every", eval_every)
+    check_count("checkpoint_every", checkpoint_every)
+    run = _Run(alg, params, grid, schema, population, cohort or population, seed, policy, fingerprint)
+    if checkpoints is not None and checkpoints.is_dir() and any(p.name.isdigit() for p in checkpoints.iterdir()):
+        run.restore(checkpoint.latest(checkpoints))
+        if run.done > rounds:
+            raise ValueError(f"the checkpoint in {checkpoints} is of round {run.done}, after the last, {rounds}")
+    began = time.monotonic()
+    if run.done < rounds:
+        run.gather()
+    while run.done < rounds:
+        told = run.round(rounds)
+        if evaluate is not None and (run.done % eval_every == 0 or run.done == rounds):
+            scores = {name: float(value) for name, value in evaluate(alg.params(run.server)).items()}
+            run.evaluations.append({"round": run.done} | scores)
+            told = told._replace(evaluation=scores)
+        if checkpoints is not None and (run.done % checkpoint_every == 0 or run.done == rounds):
+            run.save(checkpoints)
+        elif checkpoints is None:
+            run.durable = dict(run.taken)
+        if on_round is not None:
+            on_round(told)
+    return Served(
+        alg.params(run.server),
+        run.server,
+        _columns(run.history),
+        _columns(run.evaluations),
+        run.done,
+        time.monotonic() - began,
+        dict(run.counts),
+        {client: node.id for client, node in run.roster.clients.items()},
+        dict(run.taken),
+    )
+
+
+def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return {name: np.array([row.get(name, np.nan) for row in rows]) for name in names}
+
+
+class _Asked(NamedTuple):
+    """One exchange in progress."""
+
+    exchange: int
+    round: int
+    tag: str
+    uploads: dict[int, Upload]
+    awaited: dict[int, tuple[int, float]]  # client -> the node that was asked, and when
+    notes: list[str]
+    tally: Counter  # bytes "down" and "up", and numbers of replies by kind
+
+
+FAULTS = ("missing", "malformed", "nonfinite", "oversized", "failed", "refused")
+
+
+class _Run:
+    """The server of a deployed run, between two rounds: all of it is in a checkpoint, except who is connected."""
+
+    def __init__(
+        self,
+        alg: Algorithm,
+        params: PyTree,
+        grid: Grid,
+        schema: Schema,
+        population: int,
+        cohort: int,
+        seed: int,
+        policy: Policy,
+        name: str | None,
+    ) -> None:
+        strong = partial(jax.tree.map, lambda leaf: jnp.array(leaf, jnp.asarray(leaf).dtype))
+        params = strong(params)
+        self.alg, self.policy, self.seed, self.cohort = alg, policy, seed, cohort
+        self.messages: tuple[Messages, ...] = messages_of(alg, params, schema)
+        self.parts = [Aggregator(alg, i, rows=cohort, population=population) for i in range(len(alg.exchanges))]
+        stateful = bool(jax.tree.leaves(jax.eval_shape(alg.init_client, params)))
+        terms = Terms(
+            run=secrets.token_hex(6),
+            fingerprint=fingerprint(alg, params, schema) if name is None else name,
+            schema=schema_to_json(schema),
+            population=population,
+            exchanges=tuple(exchange.name for exchange in alg.exchanges),
+            messages=self.messages,
+            params=records(params) if stateful else None,
+        )
+        self.post = Post(grid, keep=max(4 * policy.deadline, 600.0))
+        self.roster = Roster(grid, self.post, terms)
+        # what a checkpoint holds, beside the name of the run
+        self.done = 0
+        self.server = strong(alg.init(params))
+        self.taken: dict[int, str] = {}  # client -> tag of its last upload that was taken in
+        self.history: list[dict[str, float]] = []
+        self.evaluations: list[dict[str, float]] = []
+        self.counts: Counter = Counter()
+        # and what it does not
+        self.durable: dict[int, str] = {}  # what was taken in at the last checkpoint
+        self.attempt = secrets.token_hex(3)  # a round done again after a restart must not be taken for the first try
+
+    # -- checkpoints
+
+    def save(self, folder: Path) -> None:
+        plain = {
+            "run": self.roster.terms.run,
+            "fingerprint": self.roster.terms.fingerprint,
+            "taken": self.taken,
+            "history": self.history,
+            "evaluations": self.evaluations,
+            "counts": self.counts,
+        }
+        text = np.frombuffer(json.dumps(plain).encode(), np.uint8)
+        checkpoint.save(folder, self.done, {"server": checkpoint.pack(self.server), "run": {"json": text}})
+        self.durable = dict(self.taken)
+
+    def restore(self, place: Path) -> None:
+        self.done, tree = checkpoint.load(place)
+        plain = json.loads(np.asarray(tree["run"]["json"]).tobytes())
+        terms = self.roster.terms
+        if plain["fingerprint"] != terms.fingerprint:
+            raise checkpoint.CheckpointError(
+                f"the checkpoint {place} is of an algorithm with the fingerprint {plain['fingerprint']}, this run's is "
+                f"{terms.fingerprint}: resume with the configuration it was made with, or choose another folder"
+            )
+        self.roster.terms = terms._replace(run=plain["run"])
+        self.server = checkpoint.unpack(self.server, tree["server"] or {}, "server state")
+        self.history, self.evaluations = plain["history"], plain["evaluations"]
+        self.taken = {int(client): tag for client, tag in plain["taken"].items()}
+        self.durable, self.counts = dict(self.taken), Counter(plain["counts"])
+
+    # -- replies
+
+    def gather(self) -> None:
+        """Wait for the population, at most as long as the policy says."""
+        until, pause = time.monotonic() + self.policy.join, POLL[0]
+        clients = self.roster.clients
+        while len(self.roster.clients) < self.roster.terms.population and time.monotonic() < until:
+            self.roster.greet()
+            pause = POLL[0] if self.listen(None) else min(2 * pause, POLL[1])
+            if len(self.roster.clients) < self.roster.terms.population:
+                time.sleep(max(0.0, min(pause, until - time.monotonic())))
+        clients = self.roster.clients
+        if len(clients) < self.policy.minimum:
+            reasons = "".join(f"\n  {reason}" for reason in self.roster.refused.values())
+            raise TooFewError(
+                f"{len(clients)} of {self.roster.terms.population} clients joined within {self.policy.join:g} s; at "
+                f"least {self.policy.minimum} must{reasons}"
+            )
+
+    def listen(self, asked: _Asked | None) -> int:
+        """Take in what has come: presences, uploads of the exchange in progress, and what came too late."""
+        replies = self.post.replies()
+        for reply in replies:
+            if reply.ticket.tag == wire.HELLO:
+                if reason := self.roster.hear(reply, self.taken):
+                    self.counts["refused"] += 1
+                    print(reason, flush=True)
+            elif asked is None or reply.ticket.tag != asked.tag:
+                self.counts["late"] += reply.message is not None
+            elif self.is_awaited(asked, reply):
+                self.judge(asked, reply)
+        return len(replies)
+
+    def is_awaited(self, asked: _Asked, reply: Reply) -> bool:
+        """Whether a reply settles a client's part: a node that is gone does not, if another was asked in its place."""
+        node, _ = asked.awaited.get(reply.ticket.client, (None, 0.0))
+        return node is not None and (reply.message is not None or node == reply.ticket.node)
+
+    def judge(self, asked: _Asked, reply: Reply) -> None:
+        """One reply: an upload that counts, or a note that says whose does not, and why."""
+        node, client = reply.ticket.node, reply.ticket.client
+        self.roster.answered(node)
+        del asked.awaited[client]
+        kind, reason = self.take(asked, client, reply)
+        if kind:
+            asked.tally[kind] += 1
+            asked.notes.append(f"client {client} (node {node}) left out, {kind}: {reason}")
+
+    def take(self, asked: _Asked, client: int, reply: Reply) -> tuple[str, str]:
+        """Take an upload in; else what is wrong with it, as a kind and a sentence."""
+        message = reply.message
+        if message is None:
+            return "failed", reply.error
+        wanted = self.messages[asked.exchange].up.nbytes
+        size = wire.array_bytes(message)
+        if size > wanted + SLACK:
+            return "oversized", f"it sent {_bytes(size)}, an upload here has {_bytes(wanted)}"
+        asked.tally["up"] += wire.serialized_bytes(message)
+        try:
+            if wire.is_refusal(message):
+                refusal = read_plain(message, Refusal)
+                if refusal.greet:
+                    self.roster.forget(reply.ticket.node)
+                return "refused", refusal.refused
+            upload = self.read(asked, message)
+        except (ValueError, TypeError) as error:
+            return "malformed", str(error)
+        if upload is None:
+            return "nonfinite", "its upload is not finite"
+        asked.uploads[client] = upload
+        return "", ""
+
+    def read(self, asked: _Asked, message: Message) -> Upload | None:
+        """An upload, checked to have the layout that this exchange's uploads have; None if it is not finite."""
+        answer = read_plain(message, Answer)
+        if answer.tag != asked.tag:
+            raise MessageError(f"it answers {answer.tag!r}, asked was {asked.tag!r}")
+        layout = self.messages[asked.exchange].up
+        if answer.layout != layout.digest:
+            check_layout(layout, json.loads(answer.leaves or "[]"), "upload")
+            raise MessageError(f"its upload has the layout {answer.layout}, expected {layout.digest}")
+        up = read_records(layout, wire.arrays_in(message))
+        return self.parts[asked.exchange].upload(up, answer.weight, wire.metrics_in(message))
+
+    # -- rounds
+
+    def draw(self, round_: int, exchange: int, before: list[int]) -> list[int]:
+        """The clients to ask: the simulator's cohort when all are there, else a cohort of those that are."""
+        if self.alg.exchanges[exchange].cohort == "same":
+            return [client for client in before if client in self.roster.clients]
+        here = sorted(self.roster.clients)
+        size = min(self.cohort, len(here))
+        return [here[i] for i in address.cohort(self.seed, round_, exchange, len(here), size)] if size else []
+
+    def ask(self, asked: _Asked, clients: list[int]) -> None:
+        part, terms = self.parts[asked.exchange], self.roster.terms
+        arrays = records(part.send(self.server))
+        letters = []
+        for client in clients:
+            order = Order(
+                run=terms.run,
+                fingerprint=terms.fingerprint,
+                schema=terms.schema,
+                round=asked.round,
+                exchange=asked.exchange,
+                client=client,
+                seed=self.seed,
+                tag=asked.tag,
+                base=self.taken.get(client, INIT),
+                durable=self.durable.get(client, INIT),
+                layout=self.messages[asked.exchange].up.digest,
+            )
+            node = self.roster.clients[client].id
+            letters.append(Letter(node, client, f"train.{wire.action_of(part.name)}", content(order, arrays)))
+            asked.awaited[client] = (node, time.monotonic())
+        asked.tally["down"] += self.post.send(letters, tag=asked.tag, group=str(asked.round + 1))
+
+    def ask_again(self, asked: _Asked, cohort: list[int]) -> None:
+        """Past the deadline with too few: ask those that failed, came back, or let a whole deadline pass."""
+        self.roster.greet()
+        now = time.monotonic()
+        again = []
+        for client in cohort:
+            if client in asked.uploads or client not in self.roster.clients:
+                continue
+            node, since = asked.awaited.get(client, (None, 0.0))
+            if node != self.roster.clients[client].id or now - since > self.policy.deadline:
+                again.append(client)
+        self.ask(asked, again)
+
+    def exchange(self, asked: _Asked, cohort: list[int]) -> bool:
+        """Ask, and wait until all have answered or the deadline has passed. True if enough uploads came."""
+        policy, began = self.policy, time.monotonic()
+        self.ask(asked, cohort)
+        until, pause = began + policy.deadline, POLL[0]
+        while True:
+            heard = self.listen(asked)
+            done = len(asked.uploads) >= policy.minimum or policy.too_few != "wait"
+            if done and not asked.awaited:
+                break
+            if time.monotonic() >= until:
+                for node, _ in asked.awaited.values():
+                    self.roster.missed(node)
+                if done:
+                    break
+                if time.monotonic() - began > policy.patience:
+                    raise TooFewError(self.shortage(asked, f"{policy.patience:g} s, the policy's patience"))
+                self.ask_again(asked, cohort)
+                until = time.monotonic() + min(policy.deadline, AGAIN)
+            pause = POLL[0] if heard else min(2 * pause, POLL[1])
+            time.sleep(max(0.0, min(pause, until - time.monotonic())))
+        for client, (node, _) in sorted(asked.awaited.items()):
+            asked.notes.append(f"client {client} (node {node}) left out, missing: no reply in {policy.deadline:g} s")
+        asked.tally["missing"] += len(asked.awaited)
+        return len(asked.uploads) >= policy.minimum
+
+    def shortage(self, asked: _Asked, within: str) -> str:
+        notes = "".join(f"\n  {note}" for note in asked.notes)
+        return (
+            f"round {asked.round + 1}, exchange {self.parts[asked.exchange].name!r}: {len(asked.uploads)} uploads "
+            f"within {within}; at least {self.policy.minimum} are needed{notes}"
+        )
+
+    def round(self, rounds: int) -> Round:
+        """One round: every exchange in turn. With too few uploads the rest of the round is left out."""
+        began, round_, late = time.monotonic(), self.done, self.counts["late"]
+        self.roster.greet()
+        row: dict[str, float] = {}
+        notes: list[str] = []
+        cohort: list[int] = []
+        enough = True
+        for index, part in enumerate(self.parts):
+            started = time.monotonic()
+            asked = _Asked(index, round_, f"{round_}.{index}.{self.attempt}", {}, {}, [], Counter())
+            if enough:
+                cohort = self.draw(round_, index, cohort)
+                enough = self.exchange(asked, cohort)
+                if not enough and self.policy.too_few == "abort":
+                    raise TooFewError(self.shortage(asked, f"{self.policy.deadline:g} s, the policy's deadline"))
+            taken = asked.uploads if enough else {}
+            self.server, means = part.step(self.server, taken, round_, self.seed)
+            self.taken |= dict.fromkeys(taken, asked.tag)
+            self.counts.update({kind: asked.tally[kind] for kind in FAULTS})
+            notes += asked.notes
+            size, many = self.messages[index], len(cohort) if asked.tally["down"] else 0
+            columns = means | {
+                "arrived": len(taken),
+                "refused": asked.tally["nonfinite"],  # the simulator's word for an upload that is not admitted
+                "bytes_down": float(many * size.down.nbytes),
+                "bytes_up": float(len(taken) * size.up.nbytes),
+                "asked": many,
+                "wire_down": float(asked.tally["down"]),
+                "wire_up": float(asked.tally["up"]),
+                "seconds": time.monotonic() - started,
+                "missing": asked.tally["missing"],
+                "rejected": sum(asked.tally[kind] for kind in ("malformed", "oversized", "failed", "refused")),
+            }
+            row |= {f"{part.name}/{name}": value for name, value in columns.items()}
+        row |= {"late": self.counts["late"] - late, "skipped": float(not enough)}
+        self.history.append(row)
+        self.done += 1
+        return Round(self.done, rounds, row, {}, time.monotonic() - began, tuple(notes))

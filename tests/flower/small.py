@@ -1,0 +1,69 @@
+"""A small federation for tests: five clients of the zoo's problem, and an algorithm whose agreement can be checked."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedbraid.core import Algorithm, Down, Exchange, Report, Up
+from fedbraid.flower import InProcessGrid, Policy, client_app, schema_of, serve
+from zoo import clients, start
+
+SPLIT = clients()
+
+
+class Ledger(NamedTuple):
+    """The server's side of the ledger algorithm."""
+
+    params: object
+    mean: object  # of all clients' states, if nobody is mistaken about an upload
+
+
+def ledger() -> Algorithm:
+    """Every client adds random noise to its state and tells the server the change; the server keeps the mean of states.
+
+    A lost upload that the client believes in, or one that counts twice, breaks ``mean == mean of the states`` for good.
+    """
+
+    def client(down, state, data, key):
+        change = jax.random.normal(key, (3,)) + down.params["b"] + data.size
+        return Report(Up({"w": change, "b": jnp.float32(0)}), jnp.float32(1), state + change, {"size": data.size * 1.0})
+
+    def receive(server, aggregate, key):
+        moved = aggregate.up.pseudograd["w"] * aggregate.count / aggregate.population
+        return Ledger(jax.tree.map(lambda p: p + 0.1, server.params), server.mean + moved)
+
+    exchange = Exchange("train", lambda server: Down(server.params), client, receive)
+    return Algorithm(lambda p: Ledger(p, jnp.zeros(3)), lambda p: jnp.zeros(3), (exchange,), lambda s: s.params)
+
+
+def load(context):
+    return SPLIT.client(int(context.node_config["partition-id"]))
+
+
+@functools.cache
+def app_of(alg, x64):
+    return client_app(alg, start(), load, cache=False)
+
+
+def grid_of(alg, params=None, **options):
+    """Node 100 + i is client i. Grids of one algorithm share its compiled programs."""
+    app = app_of(alg, jax.config.jax_enable_x64) if params is None else client_app(alg, params, load, cache=False)
+    return InProcessGrid(app, {100 + i: {"partition-id": i} for i in range(SPLIT.num_clients)}, **options)
+
+
+def deploy(alg, grid, *, rounds, params=None, **options):
+    options = {
+        "schema": schema_of(SPLIT.arrays),
+        "population": SPLIT.num_clients,
+        "on_round": lambda told: [print(note) for note in told.notes],
+        "policy": Policy(deadline=1.0, join=1.0),
+    } | options
+    return serve(alg, start() if params is None else params, grid, rounds=rounds, **options)
+
+
+def close(a, b, tolerance):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=tolerance, atol=tolerance)
