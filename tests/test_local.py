@@ -107,6 +107,7 @@ def test_counts_agree_between_host_and_device():
         ({"epochs": 1, "steps": 1}, "epochs"),
         ({"part": (0.5, 0.5)}, "part"),
         ({"part": (0.0, 1.5)}, "part"),
+        ({"batchsize": 3}, "batchsize.*batch_size"),
     ],
 )
 def test_refusals(options, word):

@@ -200,6 +200,11 @@ def batches_of(*, part: tuple[float, float] = (0.0, 1.0), **local: Unpack[LocalO
     >>> batches_of(batch_size=10).count(25), batches_of(steps=7).count(25)
     (3, 7)
     """
+    unknown = set(local) - set(LocalOptions.__annotations__)
+    if unknown:
+        raise ValueError(
+            f"unknown option {sorted(unknown)[0]!r}; local steps take {', '.join(LocalOptions.__annotations__)}"
+        )
     epochs, steps = local.get("epochs"), local.get("steps")
     if epochs is None and steps is None:
         epochs = 1

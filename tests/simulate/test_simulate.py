@@ -210,3 +210,8 @@ def test_bad_data_is_refused_by_client_and_field():
         simulate(fb.fedavg(loss), start(), fb.Split({**good.arrays, "x": x}, good.offsets), rounds=1)
     with pytest.raises(ValueError, match="mask"):
         simulate(fb.fedavg(loss), start(), fb.Split({**good.arrays, "mask": x}, good.offsets), rounds=1)
+
+
+def test_state_that_is_hardly_used_is_warned_of():
+    with pytest.warns(UserWarning, match="less than once"):
+        simulate(counting(), jnp.float64(2.0), clients(), rounds=1, cohort=2, devices=1)

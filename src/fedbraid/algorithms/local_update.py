@@ -84,9 +84,10 @@ def check_theta(theta: Any) -> Literal["1:K", "K"] | tuple[float, ...]:
 def local_update(
     loss: Loss,
     *,
-    gamma: Any,
+    gamma: Any = 0.1,
     alpha: Any = 0.0,
     theta: Literal["1:K", "K"] | Sequence[float] = "1:K",
+    server_lr: Any = 0.1,
     server_opt: optax.GradientTransformation | None = None,
     message: Literal["gradients", "delta"] = "gradients",
     weighting: Weighting = "examples",
@@ -95,6 +96,7 @@ def local_update(
     """LocalUpdate(alpha, gamma, Theta, ServerOpt).
 
     ``theta`` given as weights fixes the number of local steps; "1:K" and "K" take it from ``epochs`` or ``steps``.
+    ``server_opt`` takes the place of gradient descent with ``server_lr``.
 
     >>> quadratic = lambda params, batch, key: 0.5 * jnp.sum((params - batch["x"].mean(0)) ** 2)
     >>> alg = local_update(quadratic, gamma=0.1, theta=(1.0, 1.0, 1.0), batch_size=None)
@@ -115,7 +117,7 @@ def local_update(
             f"message='delta' is gamma times the sum of all local gradients: it needs theta='1:K', got {theta}"
         )
     batches = batches_of(**local)
-    opt = server_optimizers.sgd(1.0) if server_opt is None else server_opt
+    opt = server_optimizers.sgd(server_lr) if server_opt is None else server_opt
 
     def start(down: Down, state: Any, key: Any) -> Walk:
         message_so_far = () if message == "delta" else jax.tree.map(jnp.zeros_like, down.params)

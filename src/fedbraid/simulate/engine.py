@@ -281,9 +281,9 @@ def make_engine(
         tally, states = spread(exchange.send(server), arrays, slots, states, key)
         up = exchange.reducer.finish(tally.combined, tally.weight, tally.count)
         weight = jnp.sum(tally.weight)
-        received = exchange.receive(
-            server, Aggregate(up, weight, tally.count, jnp.asarray(population)), address.server_key(key)
-        )
+        # as floats: int32 over int32 would be float32, and with it every invariant kept by |S|/N
+        count, all_clients = (jnp.asarray(n, jnp.result_type(float)) for n in (tally.count, population))
+        received = exchange.receive(server, Aggregate(up, weight, count, all_clients), address.server_key(key))
         # with no upload at all there is nothing to take in: momentum must not move the model either
         server = _select(tally.count > 0, received, server)
         row = {f"{exchange.name}/{k}": v / jnp.where(weight > 0, weight, jnp.nan) for k, v in tally.metrics.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -133,6 +134,12 @@ def simulate(
     check_choice("plan", plan, ("auto", "sequential", "chunks", "lanes"))
     check_choice("data_in", data_in, ("auto", "device", "host"))
     traffic = cost(alg, params, split)  # checks the structure too, before anything compiles
+    if jax.tree.leaves(jax.eval_shape(alg.init_client, params)) and rounds * size < split.num_clients:
+        warnings.warn(
+            f"clients keep state here, but {rounds} rounds of {size} reach a client of {split.num_clients} less than "
+            "once: their state is hardly ever used; more rounds, a larger cohort or a stateless method would fit better",
+            stacklevel=2,
+        )
 
     mesh = client_mesh(devices)
     chosen = choose_plan(alg, params, split, mesh, plan, chunk, size)
