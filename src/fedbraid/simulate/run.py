@@ -137,7 +137,7 @@ def simulate(
     if jax.tree.leaves(jax.eval_shape(alg.init_client, params)) and rounds * size < split.num_clients:
         warnings.warn(
             f"clients keep state here, but {rounds} rounds of {size} reach a client of {split.num_clients} less than "
-            "once: their state is hardly ever used; more rounds, a larger cohort or a stateless method would fit better",
+            "once: their state is hardly ever used; more rounds, a larger cohort or a stateless method fits better",
             stacklevel=2,
         )
 
