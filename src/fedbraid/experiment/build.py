@@ -17,7 +17,7 @@ from fedbraid.models import MODELS, Model
 from fedbraid.models import build as build_model
 from fedbraid.simulate import arrival
 
-__all__ = ["Experiment", "assemble", "build", "build_algorithm"]
+__all__ = ["Experiment", "assemble", "build", "build_algorithm", "load_named"]
 
 
 class Experiment(NamedTuple):
@@ -35,24 +35,29 @@ class Experiment(NamedTuple):
 
 def build(config: Config) -> Experiment:
     """Make everything that ``config`` names, or say what is wrong with it."""
+    return assemble(config, load_named(config))
+
+
+def load_named(config: Config) -> FederatedData:
+    """The data that ``config`` names, checked; names of models and algorithms that do not exist are refused first."""
     _check_names(config)
     data = _named("data", config.data, lambda **options: load_data(config.data.name, **options))
     data.check()
-    return assemble(config, data)
+    return data
 
 
 def assemble(config: Config, data: FederatedData) -> Experiment:
-    """What ``config`` names on data that is there already; options that are rates may be traced (a sweep is a vmap)."""
+    """What ``config`` names, on data that is there already; options that are rates may be traced."""
+    _check_names(config)
     population = data.train.num_clients
     if config.cohort != "all" and config.cohort > population:
         raise ConfigError(
             f'cohort = {config.cohort}: the data has {population} clients; set cohort to at most that, or to "all"'
         )
-    shapes = {name: array.shape[1:] for name, array in data.train.arrays.items()}
     model = _named(
         "model",
         config.model,
-        lambda **options: build_model(config.model.name, shapes, data.info.get("classes"), **options),
+        lambda **options: build_model(config.model.name, data.shapes, data.info.get("classes"), **options),
     )
     loss, metrics = model.loss, model.metrics
     outputs: Callable = lambda params, batch: model.predict(params, batch["x"])  # noqa: E731

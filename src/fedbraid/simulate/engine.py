@@ -300,7 +300,7 @@ def make_engine(
             row |= new
         return server, states, row
 
-    @partial(jax.jit, donate_argnums=(1,))
+    @jax.jit
     def rounds(server, states, arrays, slots, first, number, seed_key):
         def at(i: Any) -> tuple:
             return jax.tree.map(lambda leaf: leaf[i], slots)

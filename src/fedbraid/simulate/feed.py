@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from fedbraid.core import Algorithm
 from fedbraid.data.federated import Split
+from fedbraid.data.store import gather
 from fedbraid.simulate.devices import replicated, sharded
 from fedbraid.simulate.plan import Load, Plan, Slots, cohorts_of, lay_out, steps_of
 
@@ -90,18 +91,18 @@ class Feed:
 
     def _block(self, slots: Slots) -> tuple[Slots, dict[str, Any]]:
         """The examples of a cohort, one block of rows per device, and slots whose offsets point into the blocks."""
-        devices = self.plan.devices
-        used = (slots.ids < self.split.num_clients).reshape(devices, -1)
-        start, size = slots.offset.reshape(devices, -1), slots.size.reshape(devices, -1)
-        local = np.zeros_like(start)
-        rows = np.zeros((devices, self._rows), np.int64)
+        devices, rows = self.plan.devices, self._rows
+        ids = slots.ids.reshape(devices, -1)
+        offset = np.zeros_like(ids)
+        fields = self.split.arrays.items()
+        arrays = {name: np.zeros((devices * rows, *a.shape[1:]), a.dtype) for name, a in fields}
         for d in range(devices):
-            lengths = np.where(used[d], size[d], 0)
-            local[d] = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-            total = int(lengths.sum())
-            rows[d, :total] = np.repeat(start[d] - local[d], lengths) + np.arange(total)
-        arrays = {name: a[rows.ravel()] for name, a in self.split.arrays.items()}
-        return slots._replace(offset=local.ravel()), arrays
+            here = ids[d][: slots.live[d]]
+            cohort = gather(self.split, here)
+            offset[d, : len(here)] = cohort.offsets[:-1]
+            for name, array in cohort.arrays.items():
+                arrays[name][d * rows : d * rows + len(array)] = array
+        return slots._replace(offset=offset.ravel()), arrays
 
     def portions(self, first: int, stop: int) -> Iterator[Portion]:
         """Streamed portions one after the other, the next being gathered while one is used."""
