@@ -19,7 +19,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedbraid.local import LocalOptions
 
-__all__ = ["Config", "ConfigError", "dump", "load_config", "options_of", "unknown"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "dump",
+    "load_config",
+    "options_of",
+    "parse",
+    "read_tree",
+    "sentences",
+    "unknown",
+]
 
 
 class ConfigError(ValueError):
@@ -111,6 +121,11 @@ def load_config(path: Path | None = None, settings: Sequence[str] = ()) -> Confi
     >>> load_config(settings=["algorithm.name=fedprox", "algorithm.alpha=0.5", "rounds=7"]).algorithm.options
     {'alpha': 0.5}
     """
+    return parse(read_tree(path, settings))
+
+
+def read_tree(path: Path | None = None, settings: Sequence[str] = ()) -> dict[str, Any]:
+    """A TOML file as nested mappings, changed by ``key.path=value`` settings; nothing of it is checked yet."""
     tree: dict[str, Any] = {}
     if path is not None:
         try:
@@ -121,7 +136,7 @@ def load_config(path: Path | None = None, settings: Sequence[str] = ()) -> Confi
             raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for setting in settings:
         _apply(tree, setting)
-    return parse(tree)
+    return tree
 
 
 def parse(tree: Mapping[str, Any]) -> Config:
@@ -135,7 +150,12 @@ def parse(tree: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_sentence(e) for e in error.errors())) from None
+        raise ConfigError(sentences(error, Config)) from None
+
+
+def sentences(error: ValidationError, model: type[BaseModel], section: str = "") -> str:
+    """What is wrong with the input of a model, one line for each key; ``section`` is where the model's keys stand."""
+    return "\n".join(_sentence(one, model, section) for one in error.errors())
 
 
 def _apply(tree: dict[str, Any], setting: str) -> None:
@@ -154,8 +174,7 @@ def _apply(tree: dict[str, Any], setting: str) -> None:
         here[last] = text.strip()  # a bare word is a string
 
 
-def _fields_at(location: Sequence[Any]) -> list[str]:
-    model: Any = Config
+def _fields_at(model: Any, location: Sequence[Any]) -> list[str]:
     for part in location:
         annotation = model.model_fields[part].annotation if part in getattr(model, "model_fields", {}) else None
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
@@ -164,12 +183,13 @@ def _fields_at(location: Sequence[Any]) -> list[str]:
     return list(model.model_fields)
 
 
-def _sentence(error: Mapping[str, Any]) -> str:
+def _sentence(error: Mapping[str, Any], model: type[BaseModel], section: str) -> str:
     location = [part for part in error["loc"] if isinstance(part, str | int)]
-    key = ".".join(map(str, location))
+    before = [section] if section else []
+    key = ".".join(map(str, [*before, *location]))
     if error["type"] == "extra_forbidden":
-        parent = ".".join(map(str, location[:-1]))
-        return unknown(f"key in [{parent}]" if parent else "key", str(location[-1]), _fields_at(location[:-1]))
+        parent = ".".join(map(str, [*before, *location[:-1]]))
+        return unknown(f"key in [{parent}]" if parent else "key", str(location[-1]), _fields_at(model, location[:-1]))
     return f"{key} = {json.dumps(error['input'], default=str)}: {error['msg'].lower()}"
 
 
