@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import fedbraid as fb
+from fedbraid import transforms as tf
 from fedbraid.core import Algorithm, Report, Up
 from fedbraid.data.federated import Split
 from fedbraid.local import masked_mean
+from fedbraid.transforms.uploads import Extended
 
 SIZES = (3, 9, 4, 7, 5)
 
@@ -222,7 +224,68 @@ ALGORITHMS: dict[str, Row] = {
     ),
 }
 
-TRANSFORMS: dict[str, Row] = {}
+
+def _outputs(params: Any, batch: dict) -> Any:
+    return batch["x"] @ params["w"] + params["b"]
+
+
+def _innermost(state: Any) -> Any:
+    """The algorithm's own state under those that transforms keep beside it."""
+    return _innermost(state.inner) if isinstance(state, Extended) else state
+
+
+def _over_scaffold(transform: Callable, *refuses: tuple, **options: Any) -> Row:
+    """The transform over a stateful algorithm, whose invariant it must keep."""
+    return Row(
+        lambda **local: transform(fb.scaffold(loss, client_lr=0.05, **local), **options),
+        invariant=lambda server, states: _gap(_innermost(server).c, _innermost(states)),
+        refuses=refuses,
+    )
+
+
+def _over_fedavg(transform: Callable, *refuses: tuple, **options: Any) -> Row:
+    return Row(
+        lambda **local: transform(fb.fedavg(loss, client_lr=0.05, **local), **options),
+        refuses=((lambda: transform(fb.fedavg(loss), exchanges=["no-such"]), "no-such"), *refuses),
+    )
+
+
+def _plain() -> Algorithm:
+    return fb.fedavg(loss)
+
+
+TRANSFORMS: dict[str, Row] = {
+    "adaptive_clip": _over_scaffold(
+        tf.adaptive_clip, (lambda: tf.adaptive_clip(_plain(), quantile=2.0), "quantile"), initial=0.5
+    ),
+    "clip": _over_scaffold(tf.clip, (lambda: tf.clip(_plain(), bound=0.0), "bound"), bound=0.5),
+    "dp": _over_scaffold(
+        tf.dp,
+        (lambda: tf.dp(_plain(), noise=-1.0), "noise"),
+        (lambda: tf.dp(fb.scaffold(loss)), "clients"),
+        noise=0.01,
+        bound=1.0,
+        where="clients",
+        shares=2,
+    ),
+    "elastic": Row(
+        lambda **local: tf.elastic(fb.scaffold(loss, client_lr=0.05, **local), _outputs, batch_size=1, held_out=0.3),
+        invariant=lambda server, states: _gap(server.c, states),
+        refuses=(
+            (lambda: tf.elastic(_plain(), _outputs, tau=-1.0), "tau"),
+            (lambda: tf.elastic(fb.fedsplit(loss), _outputs), "train"),
+        ),
+    ),
+    "geometric_median": _over_fedavg(tf.geometric_median),
+    "krum": _over_fedavg(tf.krum, (lambda: tf.krum(_plain(), fraction=0.5), "fraction")),
+    "median": _over_fedavg(tf.median, (lambda: tf.median(fb.scaffold(loss)), "clients")),
+    "multi_krum": _over_fedavg(tf.multi_krum, (lambda: tf.multi_krum(_plain(), keep=0.0), "keep")),
+    "norm_bound": _over_scaffold(tf.norm_bound, (lambda: tf.norm_bound(_plain(), bound=-1.0), "bound"), bound=0.5),
+    "qsgd": _over_scaffold(tf.qsgd, (lambda: tf.qsgd(_plain(), levels=500), "levels"), levels=4),
+    "quantize": _over_scaffold(tf.quantize, (lambda: tf.quantize(_plain(), bits=5), "bits")),
+    "top_k": _over_scaffold(tf.top_k, (lambda: tf.top_k(_plain(), fraction=0.0), "fraction"), fraction=0.4),
+    "trimmed_mean": _over_fedavg(tf.trimmed_mean, (lambda: tf.trimmed_mean(_plain(), trim=0.5), "trim")),
+}
 
 ROWS: dict[str, Row] = {**ALGORITHMS, **{f"transform:{name}": row for name, row in TRANSFORMS.items()}}
 

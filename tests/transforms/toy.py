@@ -31,7 +31,7 @@ def sending(d, *, aux=False, opaque=False, weight=None):
         lambda down, k, key: jnp.zeros(d),
         lambda carry, batch, key, down: batch["u"][0],
         lambda u, down, k, n: report(u, k),
-        Batches(1, steps=1),
+        Batches(1, steps=1, shuffle=False),
     )
 
     def receive(server, aggregate, key):
@@ -71,3 +71,38 @@ def one_round(alg, params, data, *, there=None, seed=0):
     keys = jax.random.split(jax.random.key(seed), n + 1)
     arrays = {name: jnp.asarray(a) for name, a in split.arrays.items()}
     return run(params, keys, there, arrays, split.offsets[:-1].astype(np.int32), split.sizes.astype(np.int32))
+
+
+def many_rounds(alg, params, split, there, *, seed=0):
+    """(server, states) after the rounds of ``there`` [rounds, clients], in which all are asked and some are heard."""
+    n = split.num_clients
+    arrays = {name: jnp.asarray(a) for name, a in split.arrays.items()}
+    (exchange,) = alg.exchanges
+
+    @jax.jit
+    def run(params, there, keys, arrays, offsets, sizes):
+        first = alg.init_client(params)
+        states = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (n, *jnp.shape(leaf))), first)
+
+        def one(carry, now):
+            server, states = carry
+            there, keys = now
+            down = exchange.send(server)
+
+            def client(state, offset, size, key):
+                data = ClientData(arrays, offset, size, int(split.sizes.max()))
+                report = exchange.client(down, state, data, key)
+                return report, exchange.admit(report.up)
+
+            reports, admitted = jax.vmap(client)(states, offsets, sizes, keys[1:])
+            heard = there & admitted
+            up, weight, count = reduce_reports(exchange.reducer, reports.up, jnp.where(heard, reports.weight, 0))
+            server = exchange.receive(server, Aggregate(up, weight, count, n), keys[0])
+            commit = lambda new, old: jnp.where(heard.reshape(n, *[1] * (old.ndim - 1)), new, old)  # noqa: E731
+            return (server, jax.tree.map(commit, reports.state, states)), None
+
+        return jax.lax.scan(one, (alg.init(params), states), (there, keys))[0]
+
+    keys = jax.random.split(jax.random.key(seed), (len(there), n + 1))
+    offsets, sizes = split.offsets[:-1].astype(np.int32), split.sizes.astype(np.int32)
+    return run(params, jnp.asarray(there), keys, arrays, offsets, sizes)

@@ -1,0 +1,96 @@
+"""A fifth of the clients lies: what robust reductions save, on real digits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbraid as fb
+from fedbraid.core import Reducer, StructureError, check_structure
+from fedbraid.cost import data_shapes
+from fedbraid.data.catalog import load
+from fedbraid.models import build
+from fedbraid.simulate import simulate
+from fedbraid.transforms import attack, geometric_median, krum, mark, median, multi_krum, norm_bound, trimmed_mean
+from transforms.toy import holding, one_round, sending
+
+RULES = {
+    "mean": lambda alg: trimmed_mean(alg, trim=0.0),
+    "median": median,
+    "trimmed_mean": lambda alg: trimmed_mean(alg, trim=0.2),
+    "geometric_median": lambda alg: geometric_median(alg, iterations=8),
+    "krum": lambda alg: krum(alg, fraction=0.2),
+    "multi_krum": lambda alg: multi_krum(alg, fraction=0.2),
+    "norm_bound": lambda alg: trimmed_mean(alg, trim=0.0),  # under a finite bound
+}
+FACTORS = (100.0, -10.0, -1.0)
+
+
+@pytest.fixture(scope="module")
+def accuracy():
+    """Test accuracy by (rule, factor), all in one program: the rule is a number, like the factor and the bound."""
+    data = mark(load("digits", alpha=10.0, clients=20), 0.2)
+    model = build("mlp", {"x": (64,)}, 10, hidden=(32,))
+    ready = data.preprocess
+    base = fb.fedavg(lambda p, b, key: model.loss(p, ready(b, key, True), key), client_lr=0.2, epochs=2)
+    rules = [make(base).exchanges[0].reducer for make in RULES.values()]
+
+    def run(rule, bound, factor):
+        def finish(stacked, weight, count):
+            return jax.lax.switch(rule, [r.finish for r in rules], stacked, weight, count)
+
+        exchange = base.exchanges[0]._replace(reducer=Reducer(rules[0].lift, finish, gather=True))
+        alg = attack(norm_bound(base._replace(exchanges=(exchange,)), bound=bound), factor=factor)
+        score = lambda p, b: model.metrics(p, ready(b, None, False))  # noqa: E731
+        result = simulate(alg, model.init(jax.random.key(0)), data, rounds=40, metrics=score, devices=1)
+        return result.evaluations["test_accuracy"][-1]
+
+    lanes = [("mean", 1.0), *((rule, factor) for rule in RULES for factor in FACTORS)]
+    which = jnp.array([list(RULES).index(rule) for rule, _ in lanes])
+    bounds = jnp.array([0.7 if rule == "norm_bound" else 1e9 for rule, _ in lanes])
+    reached = jax.vmap(run)(which, bounds, jnp.array([factor for _, factor in lanes]))
+    return dict(zip(lanes, reached.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("rule", [name for name in RULES if name != "mean"])
+def test_a_robust_rule_keeps_within_five_points_of_the_clean_run(accuracy, rule):
+    clean = accuracy["mean", 1.0]
+    assert clean > 0.88
+    for factor in FACTORS:
+        assert accuracy[rule, factor] > clean - 0.05, (rule, factor)
+
+
+def test_the_mean_does_not(accuracy):
+    """Uploads flipped but not scaled only take 40% of its step away, so of those nothing is said here."""
+    for factor in (100.0, -10.0):
+        assert accuracy["mean", factor] < accuracy["mean", 1.0] - 0.05
+
+
+def test_marked_clients_alone_lie():
+    vectors = np.arange(12.0, dtype=np.float32).reshape(4, 3)
+    for opaque in (False, True):
+        alg = attack(sending(3, aux=True, opaque=opaque), factor=-5.0)
+        _, states, sent, _ = one_round(alg, {"x": jnp.zeros(3)}, mark(holding(vectors), [1, 3]))
+        signs = np.array([1, -5, 1, -5])[:, None]
+        np.testing.assert_array_equal(sent.pseudograd["x"], signs * vectors)
+        np.testing.assert_array_equal(sent.aux["a"], -signs * vectors)
+        np.testing.assert_array_equal(states, np.ones(4))
+
+
+def test_marks_are_by_client_and_in_every_split():
+    data = load("digits", clients=10)
+    marked = mark(data, 0.3, seed=1)
+    marked.check()
+    by_client = [set(marked.train.client(i)["byzantine"].tolist()) for i in range(10)]
+    assert sorted(map(sorted, by_client)) == [[0]] * 7 + [[1]] * 3
+    assert not marked.test.arrays["byzantine"].any()
+    assert "byzantine" not in data.train.arrays
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="clients"):
+        mark(holding(np.zeros((2, 3))), [2])
+    with pytest.raises(ValueError, match="clients"):
+        mark(holding(np.zeros((2, 3))), 1.5)
+    with pytest.raises(StructureError, match="mark"):
+        check_structure(attack(sending(3)), {"x": jnp.zeros(3)}, data_shapes(holding(np.zeros((2, 3)))))
