@@ -9,7 +9,7 @@ import pytest
 
 from fedbraid import theory
 
-MODULES = ["quadratics", "surrogate", "frontier", "splitting", "bounds", "figures"]
+MODULES = ["quadratics", "surrogate", "frontier", "splitting", "bounds", "figures", "constants", "diagnose"]
 SHOWN_TOGETHER = {"Theta", "Surrogate", "Point", "ServerOptimizer", "Frontier", "SplitPoint", "Regularized"}
 DRAWN = {f"figure_{i}" for i in (1, 2, 3, 4, 5, 7, 8, 9, 10)}
 

@@ -1,0 +1,77 @@
+"""``fedbraid diagnose``: the constants of a configuration's data, and advice from them."""
+
+from __future__ import annotations
+
+import json as json_
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def command(
+    config: Annotated[Path | None, typer.Argument(help="TOML file; without one the embedded default")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="key=value; may be repeated")] = None,
+    rounds: Annotated[int, typer.Option(help="length of the short run")] = 20,
+    points: Annotated[int, typer.Option(help="how many points of it to look at")] = 3,
+    clients: Annotated[int | None, typer.Option(help="clients to estimate from (default: 50, or 10 if costly)")] = None,
+    probe: Annotated[bool, typer.Option(help="try one round with 1 to 32 local steps")] = True,
+    verify: Annotated[int, typer.Option(help="train with configured and advised settings, this many seeds")] = 0,
+    target: Annotated[float, typer.Option(help="test accuracy that --verify counts rounds to")] = 0.9,
+    out: Annotated[Path | None, typer.Option(help="write a picture (.png, .pdf or .svg)")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
+) -> None:
+    """Estimate the constants of your data along a short run, and say what they advise."""
+    from fedbraid.experiment.config import load_config
+    from fedbraid.simulate import use_cores
+    from fedbraid.theory.diagnose import diagnose, diagnosis_figure
+    from fedbraid.theory.diagnose import verify as run_both
+
+    loaded = load_config(config, settings or [])
+    use_cores(loaded.engine.devices)
+    found = diagnose(
+        loaded,
+        rounds=rounds,
+        points=points,
+        clients=clients,
+        probe_steps=(1, 2, 4, 8, 16, 32) if probe else (),
+    )
+    result: dict[str, Any] = found.as_dict()
+    if out is not None:
+        from fedbraid.theory.figures import save
+
+        result["picture"] = str(save(diagnosis_figure(found), out))
+    if verify:
+        result["verify"] = {"target": target, **run_both(loaded, found.changes, target=target, seeds=verify)}
+    if json:
+        print(json_.dumps(_plain(result), allow_nan=False))
+        return
+    for at, constants in zip(found.rounds, found.points, strict=True):
+        print(f"after round {at}")
+        print("  " + str(constants).split("\nnote:")[0].replace("\n", "\n  "))
+    print("\nadvice")
+    for sentence in found.advice.sentences:
+        print(f"- {sentence}")
+    if found.changes:
+        print("\nsettings to try\n  " + "\n  ".join(f"--set {change}" for change in found.changes))
+    print("\nnot known")
+    for line in found.advice.unknown:
+        print(f"- {line}")
+    if verify:
+        print(f"\nrounds to a test accuracy of {target:g}")
+        for name in ("configured", "advised"):
+            print(f"  {name:<12} {result['verify'][name]}")
+    if out is not None:
+        print(f"\nwrote {out}")
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no infinity: null says that a number has no finite value."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value

@@ -1,0 +1,166 @@
+"""Advice is arithmetic on constants: each rule on constants made for it; then one small run from end to end."""
+
+import json
+import math
+
+import pytest
+from typer.testing import CliRunner
+
+from fedbraid.experiment.config import load_config
+from fedbraid.theory.constants import Constants, Estimate
+from fedbraid.theory.diagnose import Probe, Settings, advise, diagnose, diagnosis_figure, verify
+
+BASE = {
+    "L": 4.0,
+    "mu": 0.5,
+    "L_client_max": 8.0,
+    "L_client_mean": 5.0,
+    "mu_client_min": 0.2,
+    "sigma2": 0.1,
+    "G2": 2.0,
+    "B2": 5.0,
+    "zeta": 3.0,
+    "delta": 0.5,
+    "delta_mean": 0.4,
+    "grad_norm2": 0.5,
+    "loss": 1.0,
+}
+SETTINGS = Settings("fedavg", 0.1, 5.0, 10, 100, 200)
+
+
+def constants(**changes):
+    return Constants(
+        **{k: Estimate(v) for k, v in {**BASE, **changes}.items()}, clients=10, population=100, batch_size=20
+    )
+
+
+def text(advice):
+    return "\n".join(map(str, advice.sentences))
+
+
+def test_the_safe_step_is_lemma_1_at_the_worst_point():
+    advice = advise([constants(), constants(L_client_max=20.0)], SETTINGS)
+    assert advice.safe_client_lr == pytest.approx(1 / 20)
+    assert "2.0 times that: lower it" in text(advice)
+    assert advice.settings["client_lr"] == 0.05
+    pulled = advise([constants()], SETTINGS._replace(alpha=2.0))
+    assert pulled.safe_client_lr == pytest.approx(1 / 10)
+    assert "there is room" in text(advise([constants()], SETTINGS._replace(client_lr=0.01)))
+    assert "within it" in text(advise([constants()], SETTINGS))
+
+
+def test_the_advised_step_is_never_above_the_safe_one():
+    for L in (0.13, 1.0, 3.0, 7.7, 99.0, 1234.5):
+        advice = advise([constants(L_client_max=L)], SETTINGS)
+        assert 0.9 / L < advice.settings["client_lr"] <= 1 / L
+
+
+def test_what_dominates_follows_the_settings():
+    drift = advise([constants()], SETTINGS)
+    assert drift.dominant == "drift"
+    assert "few rounds" in text(drift)
+    sampling = advise([constants()], SETTINGS._replace(steps=1.0))
+    assert sampling.dominant == "client sampling"
+    assert sampling.terms["client sampling"] == pytest.approx(2.0 / 10 * 0.9)
+    assert sampling.terms["drift"] == 0.0  # one step is taken at the server's own point
+    assert "Theorem 3" in text(sampling)
+    noise = advise([constants(sigma2=50.0)], SETTINGS._replace(steps=1.0))
+    assert noise.dominant == "batch noise"
+    assert noise.terms["batch noise"] == pytest.approx(5.0)
+    everyone = advise([constants()], SETTINGS._replace(cohort=100, steps=1.0))
+    assert everyone.terms["client sampling"] == 0.0
+
+
+def test_local_steps_of_mime_are_l_over_delta():
+    assert advise([constants()], SETTINGS).mime_steps == 8
+    alike = advise([constants(delta=5.0)], SETTINGS)
+    assert alike.mime_steps == 1
+    assert "gains little" in text(alike)
+
+
+def test_prediction_only_where_the_quadratic_model_holds():
+    found = advise([constants()], SETTINGS).predicted
+    phi = lambda lam: 1 - (1 - 0.1 * lam) ** 5  # noqa: E731
+    assert found.kappa == pytest.approx(phi(8.0) / phi(0.2), rel=1e-9)
+    bent = advise([constants(mu_client_min=-1.0)], SETTINGS)
+    assert bent.predicted is None
+    assert any("no quadratic model holds" in line for line in bent.unknown)
+    outside = advise([constants()], SETTINGS._replace(client_lr=0.5, steps=4.0))
+    assert outside.predicted is None
+    assert any("Lemma 1 needs" in line for line in outside.unknown)
+    assert advise([constants()], SETTINGS._replace(client_lr=None)).settings == {}
+
+
+def test_families_are_ranked_by_the_table():
+    near = advise([constants(delta=0.05)], SETTINGS)
+    assert min(near.rounds_by_family, key=near.rounds_by_family.get) == "mime_mvr"
+    assert "try MimeMVR" in text(near)
+    crowd = advise([constants(delta=4.0, G2=50.0)], SETTINGS._replace(clients=20))
+    assert min(crowd.rounds_by_family, key=crowd.rounds_by_family.get) == "scaffold"
+    assert "stay fresh: try it" in text(crowd)
+    rare = advise([constants(delta=4.0, G2=500.0)], SETTINGS._replace(clients=1000))
+    assert "too rarely" in text(rare)
+    # scaling the loss by 10 changes no count of rounds: the table is in units of f(x_0) - f*
+    scaled = {"L": 40.0, "delta": 0.5, "G2": 200.0, "sigma2": 10.0, "grad_norm2": 50.0, "loss": 10.0}
+    a, b = advise([constants(delta=0.05)], SETTINGS), advise([constants(**scaled)], SETTINGS)
+    assert a.rounds_by_family == pytest.approx(b.rounds_by_family)
+
+
+def test_probes_choose_the_smallest_number_of_steps_that_does_nearly_the_best():
+    probes = [Probe(1, {1.0: 0.1, 2.0: 0.1}), Probe(4, {1.0: 0.95, 2.0: 1.5}), Probe(16, {1.0: 1.0, 2.0: 0.2})]
+    advice = advise([constants()], SETTINGS, probes)
+    assert advice.settings == {"client_lr": 0.12, "steps": 4, "server_lr": 2.0}
+    assert "0.8 times the client work" in text(advice)
+    hopeless = advise([constants()], SETTINGS, [Probe(1, {1.0: -0.1})])
+    assert hopeless.settings == {"client_lr": 0.12}
+    assert "smaller step before anything else" in text(hopeless)
+
+
+def test_every_sentence_names_its_source_and_something_stays_unknown():
+    advice = advise([constants()], SETTINGS)
+    assert all(s.source for s in advice.sentences)
+    assert any("everywhere" in line for line in advice.unknown)
+    with pytest.raises(ValueError, match="at least one point"):
+        advise([], SETTINGS)
+
+
+TINY = ["data.clients=5", "model.hidden=[4]", "cohort=2", "rounds=3"]
+
+
+def test_a_small_run_from_end_to_end(tmp_path):
+    found = diagnose(load_config(settings=TINY), rounds=2, points=2, clients=3, probe_steps=(1, 4))
+    assert found.rounds == (0, 2)
+    assert found.points[0].loss.value == pytest.approx(math.log(10), rel=0.2)  # ten classes, nothing learnt
+    assert [p.steps for p in found.probes] == [1, 4]
+    assert found.settings.clients == 5
+    assert len(diagnosis_figure(found).axes) == 3
+    names = [change.split("=")[0] for change in found.changes]
+    assert names == ["algorithm.client_lr", "algorithm.steps", "algorithm.server_lr"]
+    json.dumps(found.as_dict())
+    outcome = verify(load_config(settings=TINY), found.changes, target=0.0, seeds=1)
+    assert outcome == {"configured": [1], "advised": [1]}
+
+
+def test_the_command_prints_one_json_object_or_sentences(tmp_path):
+    import typer
+
+    from fedbraid.cli.diagnose import command
+
+    app = typer.Typer()
+    app.command()(command)
+    words = [w for setting in TINY for w in ("--set", setting)]
+    few = ["--rounds", "1", "--points", "1", "--clients", "2", "--no-probe"]
+    result = CliRunner().invoke(app, [*words, *few, "--json", "--out", str(tmp_path / "d.png")])
+    assert result.exit_code == 0, result.output
+    out = json.loads(result.stdout)
+    assert set(out["advice"]) >= {"safe_client_lr", "dominant", "sentences", "unknown"}
+    assert (tmp_path / "d.png").stat().st_size > 10_000
+    result = CliRunner().invoke(app, [*words, *few])
+    assert "settings to try" in result.stdout
+    assert "not known" in result.stdout
+
+
+@pytest.mark.parametrize(("options", "message"), [({"rounds": 0}, "rounds"), ({"points": 0}, "points")])
+def test_bad_input_is_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=f"{message} must be at least 1"):
+        diagnose(load_config(settings=TINY), **options)
