@@ -15,6 +15,7 @@ from fedbraid.experiment.build import Experiment, build, states_in
 from fedbraid.experiment.config import Config
 from fedbraid.experiment.plots import curves
 from fedbraid.simulate import Checkpoints, Progress, simulate
+from fedbraid.simulate.evaluate import client_values, evaluator
 
 __all__ = ["run_config"]
 
@@ -38,6 +39,12 @@ def run_config(
     if on_built is not None:
         on_built(experiment)
     saved = out / runfolder.CHECKPOINTS
+    stamps: list[tuple[int, float]] = []
+
+    def watched(now: Progress) -> bool | None:
+        stamps.append((now.round, now.seconds))
+        return None if on_progress is None else on_progress(now)
+
     began = time.perf_counter()
     result = simulate(
         experiment.algorithm,
@@ -55,11 +62,16 @@ def run_config(
         data_in=config.engine.data_in,
         states_in=states_in(config),
         checkpoints=Checkpoints(saved, config.checkpoint.every, resume and saved.is_dir() and any(saved.iterdir())),
-        on_progress=on_progress,
+        on_progress=watched,
     )
     jax.block_until_ready(result.params)
     seconds = time.perf_counter() - began
-    table = runfolder.write_metrics(out, result)
+    table = runfolder.columns(result.history, result.evaluations, result.info.stopped_at)
+    table["seconds"] = _clock(table["round"], stamps)
+    runfolder.write_metrics(out, table)
+    if experiment.data.test is not None:
+        scores = evaluator(experiment.metrics, experiment.data.test)(result.params)
+        runfolder.write_clients(out, {f"test_{name}": client_values(sums) for name, sums in scores.items()})
     what = f"{config.algorithm.name} on {config.data.name}"
     title = f"{what}: {config.model.name}, cohort {config.cohort}, seed {config.seed}"
     curves(table, title, out / runfolder.CURVES)
@@ -89,3 +101,11 @@ def run_config(
     }
     runfolder.write_summary(out, summary)
     return summary
+
+
+def _clock(rounds: np.ndarray, stamps: list[tuple[int, float]]) -> np.ndarray:
+    """Seconds since the start at the end of every round; nan for rounds done before the run was resumed."""
+    if not stamps:
+        return np.full(len(rounds), np.nan)
+    at, seconds = np.array(stamps).T
+    return np.interp(rounds, at, seconds, left=np.nan)

@@ -2,6 +2,7 @@
 
 config.toml       every key; `fedbraid run config.toml` repeats the run
 metrics.parquet   one row per round; evaluation columns are empty in rounds without one
+clients.parquet   one row per client of the test split: its own metrics under the last model
 checkpoints/      see fedbraid.simulate.checkpoint
 curves.png        loss and accuracy
 summary.json      what `fedbraid run --json` prints
@@ -11,24 +12,38 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+import fedbraid
 from fedbraid.experiment.config import Config, ConfigError, dump, load_config
-from fedbraid.simulate.run import Result
 
-__all__ = ["create", "params_sha256", "read_metrics", "reopen", "write_metrics", "write_summary"]
+__all__ = [
+    "columns",
+    "create",
+    "params_sha256",
+    "read_clients",
+    "read_metrics",
+    "read_summary",
+    "reopen",
+    "write_clients",
+    "write_metrics",
+    "write_summary",
+]
 
-CONFIG, METRICS, CHECKPOINTS, CURVES, SUMMARY = (
+CONFIG, METRICS, CLIENTS, CHECKPOINTS, CURVES, SUMMARY = (
     "config.toml",
     "metrics.parquet",
+    "clients.parquet",
     "checkpoints",
     "curves.png",
     "summary.json",
 )
+FORMAT = 1  # of the folder as a whole; readers refuse another
 
 
 def create(folder: Path, config: Config) -> None:
@@ -50,41 +65,78 @@ def reopen(folder: Path) -> Config:
     return load_config(folder / CONFIG)
 
 
-def columns(result: Result) -> dict[str, np.ndarray]:
-    """The history as columns of one row per round, evaluations merged in."""
-    rounds = result.info.stopped_at
+def columns(history: Mapping[str, Any], evaluations: Mapping[str, Any], rounds: int) -> dict[str, np.ndarray]:
+    """A run's history as columns of one row per round, evaluations merged in."""
     table: dict[str, np.ndarray] = {"round": np.arange(1, rounds + 1)}
-    table |= {name: np.asarray(column) for name, column in result.history.items()}
+    table |= {name: np.asarray(column) for name, column in history.items()}
     for way in ("down", "up"):
         per_round = sum(v for name, v in table.items() if name.endswith(f"/bytes_{way}"))
         table[f"bytes_{way}"] = np.cumsum(np.asarray(per_round, np.float64))
-    if result.evaluations:
-        at = np.asarray(result.evaluations["round"]) - 1
-        for name, values in result.evaluations.items():
+    if evaluations:
+        at = np.asarray(evaluations["round"]) - 1
+        for name, values in evaluations.items():
             if name != "round":
                 table[name] = np.full(rounds, np.nan)
                 table[name][at] = np.asarray(values)
     return table
 
 
-def write_metrics(folder: Path, result: Result) -> dict[str, np.ndarray]:
+def write_metrics(folder: Path, table: Mapping[str, np.ndarray]) -> None:
+    _write_table(folder / METRICS, table)
+
+
+def write_clients(folder: Path, values: Mapping[str, Any]) -> None:
+    """Each test client's own metrics, nan for a client without test examples."""
+    table = {name: np.asarray(column) for name, column in values.items()}
+    clients = len(next(iter(table.values())))
+    _write_table(folder / CLIENTS, {"client": np.arange(clients), **table})
+
+
+def _write_table(path: Path, table: Mapping[str, np.ndarray]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = columns(result)
     arrays = {n: pa.array(c, from_pandas=np.issubdtype(c.dtype, np.floating)) for n, c in table.items()}
-    pq.write_table(pa.table(arrays), folder / METRICS)
-    return table
+    pq.write_table(pa.table(arrays), path)
 
 
 def read_metrics(folder: Path) -> dict[str, np.ndarray]:
     """The columns of a run's metrics, nan where a round was not evaluated."""
-    import pyarrow.parquet as pq
-
     if not (folder / METRICS).is_file():
         raise ConfigError(f"{folder} has no {METRICS}: the run is incomplete; resume it with --resume {folder}")
-    table = pq.read_table(folder / METRICS)
+    return _read_table(folder / METRICS)
+
+
+def read_clients(folder: Path) -> dict[str, np.ndarray]:
+    """Each test client's own metrics; empty where nothing was evaluated."""
+    return _read_table(folder / CLIENTS) if (folder / CLIENTS).is_file() else {}
+
+
+def _read_table(path: Path) -> dict[str, np.ndarray]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ConfigError(f"cannot read {path}: {error}; run it again") from None
     return {name: table[name].to_numpy() for name in table.column_names}
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """The summary of a finished run of this format."""
+    if not (folder / SUMMARY).is_file():
+        raise ConfigError(f"{folder} has no {SUMMARY}: the run is incomplete; resume it with --resume {folder}")
+    try:
+        summary = json.loads((folder / SUMMARY).read_text())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{folder / SUMMARY} is not valid JSON: {error}; run it again") from None
+    if summary.get("format") != FORMAT:
+        raise ConfigError(
+            f"{folder} has format {summary.get('format')!r} (written by fedbraid {summary.get('version', 'unknown')}), "
+            f"this version reads {FORMAT}: use the version that wrote it, or run {folder / CONFIG} again"
+        )
+    return summary
 
 
 def params_sha256(params: Any) -> str:
@@ -96,4 +148,6 @@ def params_sha256(params: Any) -> str:
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    (folder / SUMMARY).write_text(json.dumps(summary, indent=1))
+    """The summary, with the version that wrote the folder."""
+    about = {"format": FORMAT, "version": fedbraid.__version__}
+    (folder / SUMMARY).write_text(json.dumps(about | summary, indent=1))
