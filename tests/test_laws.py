@@ -1,6 +1,7 @@
 """The laws that every algorithm and every transform obeys, over the whole zoo."""
 
 import functools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,8 @@ import pytest
 
 import fedbraid as fb
 from fedbraid import address
-from fedbraid.core import Aggregate, reduce_reports
+from fedbraid.core import Aggregate, message_shapes, reduce_reports
+from fedbraid.cost import data_shapes
 from fedbraid.local import ClientData, LocalWork
 from fedbraid.simulate import bernoulli, run, simulate
 from fedbraid.simulate.plan import cohorts_of
@@ -38,27 +40,31 @@ def interpret(alg, split, *, rounds, cohort, seed=0, arrival=None):
     """A plain reading of the abstraction, client by client in Python: what any engine must agree with."""
     arrays = {k: jnp.asarray(v) for k, v in split.arrays.items()}
     server, states = alg.init(start()), [alg.init_client(start()) for _ in range(split.num_clients)]
+    work = [jax.jit(exchange.client) for exchange in alg.exchanges]
+    take_in = [jax.jit(partial(_take_in, exchange, split.num_clients)) for exchange in alg.exchanges]
     for round_ in range(rounds):
         cohorts = cohorts_of(alg, seed, round_, split.num_clients, cohort)
         for index, exchange in enumerate(alg.exchanges):
             key = address.exchange_key(jax.random.key(seed), round_, index)
             down, ups, weights = exchange.send(server), [], []
-            client = jax.jit(exchange.client)
             for i in cohorts[index].tolist():
                 data = ClientData(arrays, jnp.int32(split.offsets[i]), jnp.int32(split.sizes[i]), max(split.sizes))
-                report = client(down, states[i], data, address.client_key(key, i))
+                report = work[index](down, states[i], data, address.client_key(key, i))
                 steps = exchange.client.count(data.size) if isinstance(exchange.client, LocalWork) else 1
                 if arrival is not None and not arrival(address.arrival_key(key, i), steps):
                     continue
                 states[i] = report.state
                 ups.append(report.up)
                 weights.append(report.weight)
-            if not ups:
-                continue
-            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *ups)
-            up, weight, count = reduce_reports(exchange.reducer, stacked, jnp.stack(weights))
-            server = exchange.receive(server, Aggregate(up, weight, count, split.num_clients), address.server_key(key))
+            if ups:
+                server = take_in[index](server, ups, weights, address.server_key(key))
     return alg.params(server), states
+
+
+def _take_in(exchange, population, server, ups, weights, key):
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *ups)
+    up, weight, count = reduce_reports(exchange.reducer, stacked, jnp.stack(weights))
+    return exchange.receive(server, Aggregate(up, weight, count, population), key)
 
 
 def _telling_seed():
@@ -175,23 +181,22 @@ def test_sign(name):
 
 @every_row
 def test_an_upload_of_weight_zero_counts_for_nothing(name):
-    alg = ROWS[name].make(**WHOLE)
-    server, state = alg.init(start()), alg.init_client(start())
-    split = clients()
-    arrays = {k: jnp.asarray(v) for k, v in split.arrays.items()}
-    for exchange in alg.exchanges:
-        reports = []
-        for i in range(3):
-            data = ClientData(arrays, jnp.int32(split.offsets[i]), jnp.int32(split.sizes[i]), max(split.sizes))
-            reports.append(jax.jit(exchange.client)(exchange.send(server), state, data, jax.random.key(i)))
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(r.up for r in reports))
-        weights = jnp.stack([r.weight for r in reports])
-        pad = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf[:1]]), stacked)
-        plain, weight, count = reduce_reports(exchange.reducer, stacked, weights)
-        padded, weight2, count2 = reduce_reports(exchange.reducer, pad, jnp.append(weights, 0.0))
+    """For the reduction itself, on uploads of the row's own kind but with numbers at random."""
+    alg, rng = ROWS[name].make(**WHOLE), np.random.default_rng(0)
+
+    def some(leaf):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            return jnp.asarray(rng.normal(size=(4, *leaf.shape)), leaf.dtype)
+        return jnp.asarray(rng.integers(0, 2, (4, *leaf.shape)), leaf.dtype)
+
+    for exchange, shapes in zip(alg.exchanges, message_shapes(alg, start(), data_shapes(clients())), strict=True):
+        four = jax.tree.map(some, shapes.up)
+        three = jax.tree.map(lambda leaf: leaf[:3], four)
+        reduce = jax.jit(partial(reduce_reports, exchange.reducer))
+        plain, weight, count = reduce(three, jnp.array([1.0, 2.0, 1.5]))
+        padded, weight2, count2 = reduce(four, jnp.array([1.0, 2.0, 1.5, 0.0]))
         close(plain, padded)
         assert (weight, count) == (weight2, count2)
-        server = exchange.receive(server, Aggregate(plain, weight, count, 5), jax.random.key(9))
 
 
 @pytest.mark.parametrize("name", [n for n, row in ROWS.items() if row.invariant])
