@@ -158,6 +158,14 @@ def test_maml_leaves_fedavgs_frontier_once_k_is_large():
     assert sums[2] > 1.5 * law  # beyond: farther from the origin
 
 
+@pytest.mark.parametrize("L", [5.0, 10.0, 100.0])
+def test_the_cusp_of_maml_lies_at_the_suboptimality_of_one_shot_averaging(L):
+    """Where psi(mu) = psi(L) the smallest eigenvalue changes ends, b / a = kappa0, and the frontier turns."""
+    f = simulated_frontier(mu=1.0, smoothness=L, dim=100, values=np.unique(np.geomspace(10, 5000, 300).astype(int)))
+    turn = int(np.argmin(f.rho))
+    assert f.delta[turn] == pytest.approx((math.sqrt(L) - 1) / (math.sqrt(L) + 1), abs=0.02)
+
+
 def test_kappa_of_a_federation_is_equation_9():
     fed = random_federation(5, 4, mu=0.5, smoothness=6.0, seed=4, weights=[1, 1, 2, 3, 3])
     fed = type(fed)(fed.A * np.linspace(0.4, 1.0, 5)[:, None, None], fed.b, fed.weights)  # clients of different scale

@@ -55,6 +55,8 @@ def command(
         print(f"- {sentence}")
     if found.changes:
         print("\nsettings to try\n  " + "\n  ".join(f"--set {change}" for change in found.changes))
+        if "epochs" in loaded.algorithm.options and any("steps=" in change for change in found.changes):
+            print("  and leave algorithm.epochs out of the configuration: steps take its place")
     print("\nnot known")
     for line in found.advice.unknown:
         print(f"- {line}")

@@ -75,7 +75,7 @@ class Advice:
     >>> advice.safe_client_lr, advice.mime_steps, advice.dominant
     (0.125, 4, 'drift')
     >>> print(advice.sentences[0])
-    The largest client step that keeps every surrogate convex is 1 / L_i = 0.12; yours, 0.3, is 2.4 times that: lower \
+    The largest client step that keeps every surrogate convex is 1 / L_i = 0.125; yours, 0.3, is 2.4 times that: lower \
 it. [Charles and Konecny 2021, Lemma 1]
     """
 
@@ -151,7 +151,7 @@ def advise(points: Sequence[Constants], settings: Settings, probes: Sequence[Pro
 
 def _say_step(say: Any, settings: Settings, safe: float) -> None:
     source = f"{TRADE_OFFS}, Lemma 1"
-    head = f"The largest client step that keeps every surrogate convex is 1 / L_i = {safe:.2g}"
+    head = f"The largest client step that keeps every surrogate convex is 1 / L_i = {safe:.3g}"
     lr = settings.client_lr
     if lr is None:
         say(f"{head}.", source)
