@@ -204,6 +204,8 @@ def two_exchanges(cohort):
 def test_epsilon_by_round_composes_what_was_released():
     account = functools.partial(epsilon_by_round, sampling=0.05, rounds=20, delta=1e-5)
     one = account(dp(sending(3), noise=1.2))
+    by_default = epsilon_by_round(dp(sending(3), noise=1.2, delta=1e-5), sampling=0.05, rounds=20)
+    np.testing.assert_array_equal(one, by_default)
     assert one[-1] == pytest.approx(epsilon(1.2, 0.05, 20, 1e-5))
     assert one[6] == pytest.approx(epsilon(1.2, 0.05, 7, 1e-5))
     assert np.all(np.diff(one) > 0)
@@ -240,6 +242,7 @@ def test_fewer_uploads_than_shares_mean_less_noise_and_a_larger_epsilon():
         (lambda: dp(sending(3), noise=-1.0), "noise"),
         (lambda: dp(sending(3), bound=math.inf), "finite bound"),
         (lambda: dp(sending(3), where="both"), "where"),
+        (lambda: dp(sending(3), delta=0.0), "delta"),
         (lambda: dp(sending(3), where="clients"), "shares"),
         (lambda: dp(sending(3), shares=5), "shares"),
         (lambda: dp(sending(3), quantile=0.5, bit_noise=0.1), "bit_noise"),

@@ -6,7 +6,7 @@ from fedbraid.core import Algorithm
 from fedbraid.transforms.byzantine import attack, mark
 from fedbraid.transforms.compression import qsgd, quantize, top_k
 from fedbraid.transforms.elastic import elastic
-from fedbraid.transforms.privacy import adaptive_clip, clip, dp, epsilon, epsilon_by_round
+from fedbraid.transforms.privacy import adaptive_clip, clip, dp, epsilon, epsilon_by_round, is_private
 from fedbraid.transforms.robust import (
     admit_if,
     geometric_median,
@@ -28,6 +28,7 @@ __all__ = [
     "epsilon",
     "epsilon_by_round",
     "geometric_median",
+    "is_private",
     "krum",
     "mark",
     "median",

@@ -58,7 +58,7 @@ from fedbraid.transforms.uploads import (
     refuse_sealed,
 )
 
-__all__ = ["adaptive_clip", "clip", "dp", "epsilon", "epsilon_by_round"]
+__all__ = ["adaptive_clip", "clip", "dp", "epsilon", "epsilon_by_round", "is_private"]
 
 PyTree = Any
 _NOISE, _BITS = 0x6A05, 0xB175  # purposes of a key
@@ -267,6 +267,7 @@ class Promise(NamedTuple):
 
     noise: Any
     shares: int | None
+    delta: float
 
 
 def dp(
@@ -279,6 +280,7 @@ def dp(
     quantile: Any = None,
     rate: Any = 0.2,
     bit_noise: Any = None,
+    delta: float = 1e-5,
     metrics: bool = True,
 ) -> Algorithm:
     """User-level differential privacy: clipped uploads of equal weight, and Gaussian noise on their sum.
@@ -288,6 +290,7 @@ def dp(
     where: "server" adds the noise to the mean; "clients" lets each add a share, ``shares`` of them making up z. If
         fewer uploads arrive there is less noise, which :func:`epsilon_by_round` takes into account.
     quantile, rate: adaptive clipping; ``bit_noise`` is s_b, by default 5 z, and must exceed z / 2.
+    delta: at which :func:`epsilon_by_round` reports epsilon; it should be well below 1 / number of clients.
     metrics: client metrics such as the training loss are *not* covered by the promise; False does not report them.
 
     Weights become 1, whatever the algorithm's weighting: else the largest client would set the sensitivity. dp belongs
@@ -299,6 +302,7 @@ def dp(
     check_number("noise", noise, low=0)
     check_bound("bound", bound)
     check_choice("where", where, ("server", "clients"))
+    check_number("delta", delta, low=0, high=1, open_low=True, open_high=True)
     if where == "clients":
         if shares is None:
             raise ValueError("where='clients' needs shares: how many uploads make up the noise, such as the cohort")
@@ -325,7 +329,7 @@ def dp(
 
     def seal(exchange: Exchange) -> Exchange:
         return exchange._replace(
-            client=map_report(exchange.client, level), receive=Sealed(exchange.receive, Promise(noise, shares))
+            client=map_report(exchange.client, level), receive=Sealed(exchange.receive, Promise(noise, shares, delta))
         )
 
     if quantile is None:
@@ -397,10 +401,26 @@ def epsilon(noise: float, sampling: float, rounds: int, delta: float) -> float:
     return float(_epsilons(rounds * _renyi(noise, sampling)[None], delta)[0])
 
 
+def is_private(alg: Algorithm) -> bool:
+    """Whether all that clients upload is under ``dp``.
+
+    >>> from fedbraid.algorithms import fedavg
+    >>> alg = fedavg(lambda params, batch, key: jnp.sum(params**2))
+    >>> is_private(alg), is_private(dp(alg))
+    (False, True)
+    """
+    return all(isinstance(exchange.receive, Sealed) for exchange in alg.exchanges)
+
+
 def epsilon_by_round(
-    alg: Algorithm, *, sampling: float, rounds: int, delta: float, history: Mapping[str, Any] | None = None
+    alg: Algorithm,
+    *,
+    sampling: float,
+    rounds: int,
+    delta: float | None = None,
+    history: Mapping[str, Any] | None = None,
 ) -> np.ndarray:
-    """The epsilon spent after each round: a column for a run's history.
+    """The epsilon spent after each round at ``delta`` (by default dp's own): a column for a run's history.
 
     Exchanges with the same cohort are one Gaussian mechanism, with fresh cohorts they compose. ``history`` is needed
     when clients add the noise: with fewer uploads than shares there was less of it, and a round without any costs 0.
@@ -410,11 +430,15 @@ def epsilon_by_round(
     >>> epsilon_by_round(alg, sampling=0.01, rounds=3, delta=1e-6).round(2).tolist()
     [1.21, 1.24, 1.25]
     """
-    _check_account(sampling, rounds, delta)
-    groups: list[np.ndarray] = []  # per cohort and round: sum of 1 / z^2 over its exchanges
     for exchange in alg.exchanges:
         if not isinstance(exchange.receive, Sealed):
             raise ValueError(f"exchange {exchange.name!r} promises no privacy: apply dp to the algorithm")
+        delta = exchange.receive.promise.delta if delta is None else delta
+    _check_account(sampling, rounds, delta)
+    assert delta is not None
+    groups: list[np.ndarray] = []  # per cohort and round: sum of 1 / z^2 over its exchanges
+    for exchange in alg.exchanges:
+        assert isinstance(exchange.receive, Sealed)
         spent = _spent(exchange.name, exchange.receive.promise, rounds, history)
         if exchange.cohort == "same":
             groups[-1] = groups[-1] + spent
