@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["COLOURS", "draw_clients", "draw_curves", "draw_drift", "draw_tuning", "save", "tuning_plot"]
+__all__ = ["COLOURS", "draw_clients", "draw_curves", "draw_drift", "draw_tuning", "save", "series", "tuning_plot"]
 
 # Okabe and Ito's colours, told apart by colour-blind readers, without the yellow that vanishes on white
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#444444")
@@ -249,6 +249,24 @@ def _scatter(figure: Any, axis: Any, plot: Mapping[str, Any], best: Mapping[str,
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def series(tables: Sequence[Mapping[str, np.ndarray]], metric: str, against: str) -> dict[str, Any]:
+    """A metric of runs that differ in their seed alone: x, and over the runs its mean, least and largest value.
+
+    ``against`` is "rounds", "bytes" (sent so far, both ways) or "seconds"; x is the mean over the runs, cut to the
+    shortest. Rounds that were not evaluated are left out.
+    """
+    found = []
+    for table in tables:
+        seen = np.isfinite(table[metric])
+        sent = {"rounds": "round", "seconds": "seconds"}.get(against)
+        x = table["bytes_down"] + table["bytes_up"] if sent is None else table[sent]
+        found.append((np.asarray(x, float)[seen], np.asarray(table[metric], float)[seen]))
+    length = min(len(x) for x, _ in found)
+    ys = np.array([y[:length] for _, y in found])
+    x = np.mean([x[:length] for x, _ in found], axis=0)
+    return {"x": x, "mean": ys.mean(0), "low": ys.min(0), "high": ys.max(0)}
 
 
 def draw_curves(series: Sequence[Mapping[str, Any]], metric: str, against: str, title: str = "") -> Any:

@@ -1,0 +1,102 @@
+"""``fedbraid compare``: several methods on equal terms."""
+
+from __future__ import annotations
+
+import datetime
+import json as json_
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+
+def command(
+    config: Annotated[
+        Path | None, typer.Argument(help="TOML file with [[methods]]; without one the embedded one")
+    ] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="key=value, such as compare.seeds=5")] = None,
+    protocol: Annotated[
+        str | None, typer.Option(help="what is equal: rounds, client-communication or total-communication")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="folder to make (default: runs/compare-DATA-TIME)")] = None,
+    resume: Annotated[Path | None, typer.Option(help="folder of a stopped comparison to go on with")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress, no table")] = False,
+) -> None:
+    """Tune, run and test several methods with the same cohorts, initial model and seeds; print one table."""
+    from fedbraid.cli.sweep import Bar
+    from fedbraid.experiment import ConfigError
+    from fedbraid.experiment.compare import load_comparison, reopen_comparison, run_comparison
+    from fedbraid.simulate import use_cores
+
+    if resume is not None:
+        if config is not None or settings or out is not None or protocol:
+            raise ConfigError("--resume takes everything from the folder: leave out CONFIG and all other options")
+        comparison, folder = reopen_comparison(resume), resume
+    else:
+        extra = [f"compare.protocol={protocol}"] if protocol else []
+        comparison = load_comparison(config, [*(settings or []), *extra])
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        folder = out if out is not None else Path("runs") / f"compare-{comparison.base.data.name}-{stamp}"
+    use_cores(comparison.base.engine.devices)
+    console = Console(stderr=True, highlight=False)
+    try:
+        with Bar(console, show=not (quiet or json)) as bar:
+
+            def told(label: str, news: Any) -> None:
+                bar.about = label
+                bar.news(news)
+
+            summary = run_comparison(comparison, folder, resume=resume is not None, on_news=told)
+    except KeyboardInterrupt:
+        console.print(f"stopped; what is finished is kept. Go on with: fedbraid compare --resume {folder}")
+        sys.exit(130)
+    if json:
+        print(json_.dumps(summary))
+    elif not quiet:
+        _closing(Console(highlight=False), summary, folder)
+
+
+def _closing(console: Console, summary: dict[str, Any], folder: Path) -> None:
+    from fedbraid.cli.run import size
+    from fedbraid.cli.sweep import show
+
+    metric, target = summary["metric"], summary["target"]
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    heads = ["method", "tuned to", "cohort", (metric or "score").removeprefix("test_")]
+    heads += [f"rounds to {target:g}", f"sent to {target:g}"] if target is not None else []
+    heads += ["10th perc.", "worst"]
+    for i, head in enumerate(heads):
+        table.add_column(head, justify="left" if i < 2 else "right")
+    edges = []
+    for row in summary["methods"]:
+        if row["best"] is None:
+            table.add_row(row["label"], "every point diverged", str(row["cohort"]))
+            continue
+        values = ", ".join(f"{key.split('.')[-1]} {show(value)}" for key, value in row["best"].items())
+        edges += [f"{row['label']}: {key.split('.')[-1]}" for key in row["at_edge"]]
+        cells = [row["label"], values, str(row["cohort"])]
+        if row["score"] is None:
+            cells.append(f"{row['diverged']} diverged")
+        else:
+            spread = "" if row["deviation"] is None else f" ± {row['deviation']:.2g}"
+            cells.append(f"[bold]{row['score']:.4f}[/]{spread}")
+        if target is not None:
+            never = f"{row['reached']} of {len(summary['seeds'])} seeds"
+            rounds, sent = row["rounds_to_target"], row["bytes_to_target"]
+            cells += [never if rounds is None else f"{rounds:.0f}", "" if sent is None else size(sent)]
+        clients = row["clients"] or {}
+        cells += [f"{clients[name]:.3f}" if name in clients else "" for name in ("p10", "worst")]
+        table.add_row(*cells)
+    console.print(table)
+    console.print(
+        f"\n{summary['criterion']}; mean ± deviation over seeds {summary['seeds']}; equal {summary['protocol']}"
+    )
+    if summary["tuned_on"]:
+        console.print(f"tuned on {summary['tuned_on']}")
+    if edges:
+        console.print(f"[yellow]best at the edge of its grid, look beyond: {'; '.join(edges)}[/]")
+    console.print(f"\nsee it: fedbraid report {folder}", soft_wrap=True)
