@@ -58,7 +58,6 @@ def deploy(alg, grid, *, rounds, params=None, **options):
     options = {
         "schema": schema_of(SPLIT.arrays),
         "population": SPLIT.num_clients,
-        "on_round": lambda told: [print(note) for note in told.notes],
         "policy": Policy(deadline=1.0, join=1.0),
     } | options
     return serve(alg, start() if params is None else params, grid, rounds=rounds, **options)

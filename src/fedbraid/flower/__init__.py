@@ -11,16 +11,20 @@ except ImportError as error:
 from fedbraid.flower.client import client_app
 from fedbraid.flower.identity import fingerprint, schema_of
 from fedbraid.flower.inprocess import InProcessGrid
+from fedbraid.flower.plan import Plan, load_plan, plan_server_app
 from fedbraid.flower.server import Policy, Round, Served, TooFewError, serve, server_app
 
 __all__ = [
     "InProcessGrid",
+    "Plan",
     "Policy",
     "Round",
     "Served",
     "TooFewError",
     "client_app",
     "fingerprint",
+    "load_plan",
+    "plan_server_app",
     "schema_of",
     "serve",
     "server_app",

@@ -40,7 +40,7 @@ class InProcessGrid(Grid):
     >>> alg = fedavg(lambda p, batch, key: jnp.sum((p - batch["x"].mean(0)) ** 2), client_lr=0.25)
     >>> rows = {"x": np.ones((4, 3), np.float32)}
     >>> grid = InProcessGrid(client_app(alg, jnp.zeros(3), lambda context: rows), {10: {}, 11: {}})
-    >>> app = server_app(alg, jnp.zeros(3), schema=schema_of(rows), rounds=2, population=2, on_round=None,
+    >>> app = server_app(alg, jnp.zeros(3), schema=schema_of(rows), rounds=2, population=2, say=lambda line: None,
     ...                  on_end=lambda served: print(served.params))
     >>> grid.run_server(app)
     [0.75 0.75 0.75]

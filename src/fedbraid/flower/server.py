@@ -94,17 +94,13 @@ class Round(NamedTuple):
 
     def line(self) -> str:
         """One line for the terminal: nodes answered of those asked, bytes, metrics."""
-        shown = self.evaluation or {k: v for k, v in self.row.items() if k.split("/")[-1] == "loss"}
+        shown = {k: v for k, v in self.evaluation.items() if "_client_" not in k}
+        shown = shown or {k: v for k, v in self.row.items() if k.split("/")[-1] == "loss"}
         scores = "".join(f"  {name} {value:.4g}" for name, value in list(shown.items())[:3])
         return (
             f"round {self.round}/{self.rounds}  nodes {self.total('arrived'):g}/{self.total('asked'):g}  "
             f"down {_bytes(self.total('wire_down'))}  up {_bytes(self.total('wire_up'))}{scores}  {self.seconds:.1f} s"
         )
-
-
-def show(told: Round) -> None:
-    """Print a round's line, and a line for everyone whose upload did not count."""
-    print(told.line(), *told.notes, sep="\n  ", flush=True)
 
 
 def _bytes(n: float) -> str:
@@ -191,7 +187,8 @@ def serve(
     checkpoints: Path | None = None,
     checkpoint_every: int = 1,
     fingerprint: str | None = None,
-    on_round: Callable[[Round], None] | None = show,
+    on_round: Callable[[Round], None] | None = None,
+    say: Callable[[str], None] = print,
 ) -> Served:
     """Run ``alg`` for ``rounds`` rounds on the nodes of ``grid``, with ``cohort`` of them each (default: all).
 
@@ -204,12 +201,13 @@ def serve(
         checkpoints: a folder; the run goes on from the newest checkpoint in it, and saves one every
             ``checkpoint_every`` rounds. Clients keep what a restart would need.
         fingerprint: a name of your own for what is computed, the same on all nodes.
-        on_round: called with a :class:`Round` after each; its ``line()`` is what a terminal shows.
+        on_round: called with a :class:`Round` after each.
+        say: called with every line of progress: rounds, nodes that are refused, uploads that are left out.
     """
     _check(rounds, population, cohort, policy)
     check_count("eval_every", eval_every)
     check_count("checkpoint_every", checkpoint_every)
-    run = _Run(alg, params, grid, schema, population, cohort or population, seed, policy, fingerprint)
+    run = _Run(alg, params, grid, schema, population, cohort or population, seed, policy, fingerprint, say)
     if checkpoints is not None and checkpoints.is_dir() and any(p.name.isdigit() for p in checkpoints.iterdir()):
         run.restore(checkpoint.latest(checkpoints))
         if run.done > rounds:
@@ -227,6 +225,8 @@ def serve(
             run.save(checkpoints)
         elif checkpoints is None:
             run.durable = dict(run.taken)
+        for line in (told.line(), *told.notes):
+            say(line)
         if on_round is not None:
             on_round(told)
     return Served(
@@ -276,10 +276,11 @@ class _Run:
         seed: int,
         policy: Policy,
         name: str | None,
+        say: Callable[[str], None],
     ) -> None:
         strong = partial(jax.tree.map, lambda leaf: jnp.array(leaf, jnp.asarray(leaf).dtype))
         params = strong(params)
-        self.alg, self.policy, self.seed, self.cohort = alg, policy, seed, cohort
+        self.alg, self.policy, self.seed, self.cohort, self.say = alg, policy, seed, cohort, say
         self.messages: tuple[Messages, ...] = messages_of(alg, params, schema)
         self.parts = [Aggregator(alg, i, rows=cohort, population=population) for i in range(len(alg.exchanges))]
         stateful = bool(jax.tree.leaves(jax.eval_shape(alg.init_client, params)))
@@ -361,7 +362,7 @@ class _Run:
             if reply.ticket.tag == wire.HELLO:
                 if reason := self.roster.hear(reply, self.taken):
                     self.counts["refused"] += 1
-                    print(reason, flush=True)
+                    self.say(reason)
             elif asked is None or reply.ticket.tag != asked.tag:
                 self.counts["late"] += reply.message is not None
             elif self.is_awaited(asked, reply):
@@ -533,7 +534,7 @@ class _Run:
                 "rejected": sum(asked.tally[kind] for kind in ("malformed", "oversized", "failed", "refused")),
             }
             row |= {f"{part.name}/{name}": value for name, value in columns.items()}
-        row |= {"late": self.counts["late"] - late, "skipped": float(not enough)}
+        row |= {"late": self.counts["late"] - late, "skipped": float(not enough), "seconds": time.monotonic() - began}
         self.history.append(row)
         self.done += 1
-        return Round(self.done, rounds, row, {}, time.monotonic() - began, tuple(notes))
+        return Round(self.done, rounds, row, {}, row["seconds"], tuple(notes))

@@ -1,0 +1,189 @@
+"""``fedbraid deploy``: a real federation through Flower, rehearsed on one machine first."""
+
+from __future__ import annotations
+
+import datetime
+import json as json_
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(no_args_is_help=True)
+
+AppFolder = Annotated[Path, typer.Argument(metavar="APP", help="folder made by `fedbraid deploy init`")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
+
+
+def _rehearsal(folder: Path):
+    from fedbraid.flower.launch import Rehearsal
+    from fedbraid.flower.project import package_of
+
+    package_of(folder)
+    return Rehearsal(folder)
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="APP", help="folder to make")],
+    config: Annotated[Path | None, typer.Argument(help="experiment config; without one the embedded default")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value, such as data.clients=3; may be repeated")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Write a complete Flower app from an experiment config, with a place for each site's own data loading."""
+    from fedbraid.experiment import load_config
+    from fedbraid.flower.project import write_app
+
+    made = write_app(folder, load_config(config, settings or []))
+    if json:
+        print(json_.dumps(made))
+        return
+    console = Console(highlight=False)
+    console.print(f"wrote [bold]{folder}[/]: {made['population']} clients; files: {', '.join(made['files'])}")
+    console.print(f"each site loads its own data in [bold]{folder}/federation/client.py[/], load_data")
+    console.print(f"next: fedbraid deploy up {folder} --nodes {min(made['population'], 3)}")
+
+
+@app.command()
+def check(
+    folder: AppFolder = Path(),
+    node_config: Annotated[str, typer.Option(help="as for flower-supernode: 'data=\"/path.npz\" partition-id=0'")] = "",
+    json: Json = False,
+) -> None:
+    """Load a site's data as its node would, and say whether it fits the federation's schema."""
+    from fedbraid.flower.check import check_site
+
+    found = check_site(folder, node_config)
+    if json:
+        print(json_.dumps(found))
+    else:
+        words = f"the data fits: {found['examples']} examples; fingerprint {found['fingerprint']}"
+        Console(highlight=False).print(words)
+
+
+@app.command()
+def up(
+    folder: AppFolder = Path(),
+    nodes: Annotated[int | None, typer.Option(help="SuperNodes to start (default: one per client, at most 8)")] = None,
+    tls: Annotated[bool, typer.Option("--tls", help="encrypt, and admit only nodes whose key is registered")] = False,
+    port: Annotated[int | None, typer.Option(help="the SuperLink's port (default: a free one)")] = None,
+    json: Json = False,
+) -> None:
+    """Start a SuperLink and SuperNodes on this machine, for a rehearsal. They run until `fedbraid deploy down`."""
+    from fedbraid.flower.plan import load_plan
+    from fedbraid.flower.project import package_of
+
+    population = load_plan(package_of(folder)).population
+    rehearsal = _rehearsal(folder)
+    if nodes is None:
+        nodes = population
+        if nodes > 8:
+            raise ValueError(f"the federation has {population} clients: say how many to rehearse with, --nodes")
+    if nodes > population:
+        raise ValueError(f"nodes must be at most the population of {population} clients, got {nodes}")
+    console = Console(stderr=True, highlight=False)
+    if json:
+        members = rehearsal.up(nodes, tls=tls, port=port)
+        print(json_.dumps({"tls": tls, "members": [_member(m) for m in members]}))
+        return
+    with console.status("starting a SuperLink and its nodes"):
+        members = rehearsal.up(nodes, tls=tls, port=port)
+    Console(highlight=False).print(_members(members))
+    console.print(f"next: fedbraid deploy run {folder}")
+
+
+def _member(member: Any) -> dict[str, Any]:
+    return {"name": member.name, "pid": member.pid, "port": member.port, "alive": member.alive, "log": member.log}
+
+
+def _members(members: list[Any]) -> Table:
+    table = Table("process", "pid", "port", "state", "log", box=None)
+    for m in members:
+        table.add_row(m.name, str(m.pid), str(m.port), "running" if m.alive else "[red]ended[/]", m.log)
+    return table
+
+
+@app.command()
+def run(
+    folder: AppFolder = Path(),
+    out: Annotated[Path | None, typer.Option(help="run folder to make (default: runs/NAME-TIME)")] = None,
+    resume: Annotated[Path | None, typer.Option(help="run folder of a run that stopped: go on at its round")] = None,
+    rounds: Annotated[int | None, typer.Option(help="rounds (default: as in the experiment's config)")] = None,
+    address: Annotated[str | None, typer.Option(help="host:port of another SuperLink than the rehearsal's")] = None,
+    root_certificates: Annotated[Path | None, typer.Option(help="its certificate authority; without, no TLS")] = None,
+    json: Json = False,
+) -> None:
+    """Run the app on its nodes, with a line per round. Writes the same run folder as `fedbraid run`."""
+    from fedbraid.experiment.runfolder import read_summary
+    from fedbraid.flower.launch import Link, run_app
+    from fedbraid.flower.plan import load_plan
+    from fedbraid.flower.project import package_of
+
+    plan = load_plan(package_of(folder))
+    if resume is not None and out is not None:
+        raise ValueError("--resume goes on in the run folder it names: leave out --out")
+    if address is None:
+        link = _rehearsal(folder).link
+    else:
+        if root_certificates is not None and not root_certificates.is_file():
+            raise ValueError(f"the certificate authority {root_certificates} is missing")
+        link = Link(address, root_certificates, folder / ".rehearsal" / "homes" / "control")
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    place = resume or out or Path("runs") / f"{plan.config.algorithm.name}-{plan.config.data.name}-deployed-{stamp}"
+    if resume is not None and not (resume / "config.toml").is_file():
+        raise ValueError(f"{resume} is not a run folder: it has no config.toml")
+    if resume is None and place.exists() and any(place.iterdir()):
+        raise ValueError(f"{place} exists and is not empty: choose another --out, or go on with --resume {place}")
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    show = (lambda line: None) if json else (lambda line: console.print(line, markup=False))
+    overrides = {} if rounds is None else {"rounds": rounds}
+    status, details = run_app(link, folder.resolve(), str(place.absolute()), on_line=show, **overrides)
+    ended = status == "finished:completed"
+    summary = read_summary(place) if ended and address is None else {"out": str(place)}
+    if json:
+        print(json_.dumps({"status": status, "details": details, **summary}))
+    if not ended:
+        console.print(f"[bold red]error:[/] the run ended as {status}", end="" if details else "\n")
+        if details:
+            console.print(f": {details}", markup=False)
+        sys.exit(1)
+    if not json:
+        console.print(f"run folder: {place}")
+
+
+@app.command()
+def status(folder: AppFolder = Path(), json: Json = False) -> None:
+    """Which processes of the rehearsal run, which nodes are connected, and how its runs stand."""
+    from fedbraid.flower.launch import online, runs_of
+
+    rehearsal = _rehearsal(folder)
+    members = rehearsal.members
+    nodes, runs = [], {}
+    if any(m.name == "superlink" and m.alive for m in members):
+        with rehearsal.link.control() as control:
+            nodes, runs = online(control), runs_of(control)
+    if json:
+        shown = {"members": [_member(m) for m in members], "online": nodes, "runs": runs, "tls": rehearsal.tls}
+        print(json_.dumps(shown))
+        return
+    console = Console(highlight=False)
+    console.print(_members(members))
+    console.print(f"{len(nodes)} nodes connected, {'TLS and registered keys' if rehearsal.tls else 'no TLS'}")
+    for number, state in runs.items():
+        console.print(f"run {number}: {state}")
+
+
+@app.command()
+def down(folder: AppFolder = Path(), json: Json = False) -> None:
+    """Stop all processes of the rehearsal."""
+    stopped = _rehearsal(folder).down()
+    if json:
+        print(json_.dumps({"stopped": [member.name for member in stopped]}))
+    else:
+        names = ", ".join(member.name for member in stopped) or "nothing was running"
+        Console(highlight=False).print(f"stopped: {names}")

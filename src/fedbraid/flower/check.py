@@ -1,0 +1,36 @@
+"""What a site can do before its node joins: load its data as the node would, and see whether it fits."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, RecordDict
+from flwr.common.config import parse_config_args
+
+from fedbraid.flower.identity import check_data
+from fedbraid.flower.plan import load_plan
+from fedbraid.flower.project import PACKAGE, package_of
+
+__all__ = ["check_site"]
+
+
+def check_site(app: Path, node_config: str = "") -> dict[str, Any]:
+    """What ``load_data`` of the app gives under a node config, in numbers; a ValueError if it does not fit."""
+    plan = load_plan(package_of(app))
+    sys.path.insert(0, str(app.resolve()))
+    try:
+        client = importlib.import_module(f"{PACKAGE}.client")
+    finally:
+        sys.path.remove(str(app.resolve()))
+    try:
+        config = parse_config_args([node_config]) if node_config else {}
+    except Exception as error:  # Flower raises a mix of kinds here
+        raise ValueError(f"the node config {node_config!r} cannot be read: {error}") from None
+    try:
+        arrays = client.load_data(Context(0, 0, config, RecordDict(), {}))
+    except OSError as error:
+        raise ValueError(f"load_data cannot read the data: {error}") from None
+    return {"examples": check_data(plan.schema, arrays), "fingerprint": plan.fingerprint}

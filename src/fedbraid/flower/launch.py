@@ -1,0 +1,417 @@
+"""A rehearsal: a SuperLink and its SuperNodes as processes of this machine, and runs on them.
+
+Everything of it lies in one folder of the app, ``.rehearsal``: Flower's homes, logs, certificates, keys, the nodes'
+states and what they compiled. Flower does the networking; here its own programs are started, watched and stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedbraid.flower.certificates import (
+    Certificates,
+    check_certificates,
+    check_node_key,
+    make_certificates,
+    make_node_key,
+)
+from fedbraid.flower.plan import TAG
+
+__all__ = ["Link", "Member", "Rehearsal", "run_app"]
+
+FOLDER = ".rehearsal"
+HOST = "127.0.0.1"
+OFFLINE = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}  # nothing is told to anybody
+
+
+@dataclass(frozen=True)
+class Member:
+    """One process of a rehearsal. ``started`` tells it from a later process with the same number."""
+
+    name: str
+    pid: int
+    started: str
+    port: int
+    log: str
+
+    @property
+    def alive(self) -> bool:
+        return _started(self.pid) == self.started
+
+
+def _started(pid: int) -> str:
+    """When a process was started, in its system's own words; empty if there is none (or only its remains)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if fields[0] == "Z" else fields[19]
+    except OSError:
+        if Path("/proc/self/stat").exists():
+            return ""
+    shown = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    return shown.stdout.strip()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+def check_port(port: int) -> None:
+    """Refuse a port that cannot be listened on."""
+    if not 1 <= port <= 65535:
+        raise ValueError(f"port must be from 1 to 65535, got {port}")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            raise ValueError(
+                f"port {port} of this machine cannot be used ({error.strerror}): choose another with --port, or stop "
+                "what listens there"
+            ) from None
+
+
+class Link(NamedTuple):
+    """How to reach a SuperLink: without a certificate authority, unencrypted."""
+
+    address: str
+    certificates: Path | None
+    home: Path  # where Flower keeps its own files meanwhile
+
+    @contextmanager
+    def control(self) -> Iterator[Any]:
+        """A client of the SuperLink's control API: what the ``flwr`` command uses."""
+        from flwr.cli.typing import SuperLinkConnection
+        from flwr.cli.utils import init_http_client_from_connection
+
+        with _environ({"FLWR_HOME": str(self.home)} | OFFLINE), _quiet():
+            connection = SuperLinkConnection(
+                "fedbraid",
+                address=self.address,
+                root_certificates=str(self.certificates.resolve()) if self.certificates else None,
+                insecure=self.certificates is None,
+            )
+            client = init_http_client_from_connection(connection)
+        try:
+            yield client
+        finally:
+            client.close()
+
+
+class Rehearsal:
+    """The processes of one app's rehearsal."""
+
+    def __init__(self, app: Path) -> None:
+        self.app = app.resolve()
+        self.folder = self.app / FOLDER
+        self._list = self.folder / "members.json"
+
+    # -- what is there
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        if not self._list.is_file():
+            raise ValueError(f"no rehearsal of {self.app} is up: start one with fedbraid deploy up {self.app}")
+        return json.loads(self._list.read_text())
+
+    @property
+    def members(self) -> list[Member]:
+        return [Member(**member) for member in self.settings["members"]]
+
+    @property
+    def tls(self) -> bool:
+        return bool(self.settings["tls"])
+
+    def _write(self, settings: dict[str, Any]) -> None:
+        partial = self._list.with_suffix(".partial")
+        partial.write_text(json.dumps(settings, indent=1))
+        partial.replace(self._list)
+
+    def _save(self, member: Member) -> None:
+        settings = self.settings
+        kept = [m for m in settings["members"] if m["name"] != member.name]
+        self._write(settings | {"members": [*kept, asdict(member)]})
+
+    # -- starting
+
+    def up(self, nodes: int, *, tls: bool = False, port: int | None = None, timeout: float = 60.0) -> list[Member]:
+        """Start a SuperLink and ``nodes`` SuperNodes, numbered from 0, and wait until all are connected."""
+        if nodes < 1:
+            raise ValueError(f"nodes must be at least 1, got {nodes}")
+        if self._list.is_file() and any(member.alive for member in self.members):
+            raise ValueError(f"a rehearsal of {self.app} is up already: stop it with fedbraid deploy down {self.app}")
+        if port is not None:
+            check_port(port)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / ".gitignore").write_text("*\n")
+        if tls:
+            self._prepare_tls()
+        self._write({"tls": tls, "port": port or free_port(), "members": []})
+        try:
+            self.start_link(timeout=timeout)
+            keys = [self.key_of(i) for i in range(nodes)] if tls else []
+            for key in keys:
+                self.register(make_node_key(key))
+            for i in range(nodes):
+                self.start_node(i)
+            self.wait_online(nodes, timeout=timeout)
+        except BaseException:
+            self.down()
+            raise
+        return self.members
+
+    @property
+    def certificates(self) -> Certificates:
+        return Certificates.at(self.folder / "certificates")
+
+    def key_of(self, number: int) -> Path:
+        return self.folder / "keys" / f"node-{number}"
+
+    def _prepare_tls(self) -> None:
+        files = self.certificates
+        if not files.authority.parent.exists():
+            make_certificates(files.authority.parent)
+        check_certificates(files)
+
+    def _environment(self, home: Path) -> dict[str, str]:
+        home.mkdir(parents=True, exist_ok=True)
+        programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        return os.environ | {
+            "PATH": programs,  # a SuperLink starts Flower's other programs by name
+            "FLWR_HOME": str(home),
+            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
+            "PYTHONUNBUFFERED": "1",
+            **OFFLINE,
+        }
+
+    def _start(self, name: str, command: list[str], port: int) -> Member:
+        log = self.folder / "logs" / f"{name}.log"
+        log.parent.mkdir(exist_ok=True)
+        program = shutil.which(command[0], path=self._environment(self.folder / "homes" / name)["PATH"])
+        if program is None:
+            raise ValueError(f"Flower's program {command[0]} is not installed: pip install 'fedbraid[flower]'")
+        with log.open("ab") as out:
+            process = subprocess.Popen(
+                [program, *command[1:]],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=self.folder,
+                env=self._environment(self.folder / "homes" / name),
+                start_new_session=True,  # a group of its own: it outlives this command and is stopped as one
+            )
+        member = Member(name, process.pid, _started(process.pid), port, str(log))
+        self._save(member)
+        return member
+
+    def start_link(self, *, timeout: float = 60.0) -> Member:
+        """Start the SuperLink and wait until it listens."""
+        port = int(self.settings["port"])
+        check_port(port)
+        command = ["flower-superlink", "--disable-runtime-dependency-installation", "--host", HOST, "--port", str(port)]
+        if self.tls:
+            files = self.certificates
+            command += ["--ssl-ca-certfile", str(files.authority), "--ssl-certfile", str(files.certificate)]
+            command += ["--ssl-keyfile", str(files.key), "--enable-supernode-auth"]
+        else:
+            command.append("--insecure")
+        member = self._start("superlink", command, port)
+        self._wait(lambda: _listens(port), member, timeout, "the SuperLink does not listen")
+        return member
+
+    def start_node(self, number: int, config: Mapping[str, Any] | None = None, *, key: Path | None = None) -> Member:
+        """Start SuperNode ``number``; ``config`` adds to its node config."""
+        port = free_port()
+        entries = {
+            "partition-id": number,
+            "state-dir": str(self.folder / "states"),
+            "cache-dir": str(self.folder / "compiled"),
+        } | dict(config or {})
+        words = " ".join(f"{name}={json.dumps(value)}" for name, value in entries.items())
+        command = ["flower-supernode", "--superlink", f"{HOST}:{self.settings['port']}", "--port", str(port)]
+        command += ["--node-config", words]
+        if self.tls:
+            private = key or self.key_of(number)
+            check_node_key(private)
+            command += ["--root-certificates", str(self.certificates.authority)]
+            command += ["--auth-supernode-private-key", str(private), "--max-retries", "5"]
+        else:
+            command.append("--insecure")
+        return self._start(f"node-{number}", command, port)
+
+    def _wait(self, ready: Callable[[], bool], member: Member, timeout: float, problem: str) -> None:
+        until = time.monotonic() + timeout
+        while not ready():
+            if not member.alive:
+                raise ValueError(f"{problem}: it ended; the end of {member.log}:\n{_tail(Path(member.log))}")
+            if time.monotonic() > until:
+                raise ValueError(f"{problem} after {timeout:g} s; the end of {member.log}:\n{_tail(Path(member.log))}")
+            time.sleep(0.1)
+
+    def wait_online(self, nodes: int, *, timeout: float = 60.0) -> None:
+        """Wait until that many nodes are connected."""
+        by_name = {member.name: member for member in self.members}
+        with self.link.control() as control:
+            for number in range(nodes):
+                member = by_name[f"node-{number}"]
+                wanted = f"node {number} is not connected"
+                self._wait(lambda n=number + 1: len(online(control)) >= n, member, timeout, wanted)
+
+    @property
+    def link(self) -> Link:
+        """The SuperLink of this rehearsal."""
+        certificate = self.certificates.authority if self.tls else None
+        return Link(f"{HOST}:{self.settings['port']}", certificate, self.folder / "homes" / "control")
+
+    def register(self, public_key: Path) -> None:
+        """Tell the SuperLink about a node's public key: with TLS it admits no other nodes."""
+        from flwr.cli.supernode.register import try_load_public_key
+        from flwr.proto.control_pb2 import RegisterNodeRequest
+
+        with self.link.control() as control:
+            control.RegisterNode(RegisterNodeRequest(public_key=try_load_public_key(public_key)))
+
+    # -- stopping
+
+    def kill(self, name: str, *, how: int = signal.SIGKILL) -> None:
+        """End one member and all that it started."""
+        for member in self.members:
+            if member.name == name and member.alive:
+                _end([member], how)
+
+    def down(self) -> list[Member]:
+        """Stop everything; returns what was still running."""
+        if not self._list.is_file():
+            return []
+        members = self.members
+        running = [member for member in members if member.alive]
+        _end(running, signal.SIGTERM)
+        self._list.unlink()
+        return running
+
+
+def _end(members: list[Member], how: int) -> None:
+    """Signal whole process groups, and make sure after a while."""
+    for member in members:
+        _signal(member, how)
+    until = time.monotonic() + 8.0
+    while any(member.alive for member in members) and time.monotonic() < until:
+        _reap(members)
+        time.sleep(0.05)
+    for member in members:  # the group may outlive its leader
+        _signal(member, signal.SIGKILL)
+    _reap(members)
+
+
+def _signal(member: Member, how: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(member.pid, how)
+
+
+def _reap(members: list[Member]) -> None:
+    """Collect members that this very process started."""
+    for member in members:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(member.pid, os.WNOHANG)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(0.5)
+        return probe.connect_ex((HOST, port)) == 0
+
+
+def _tail(log: Path, lines: int = 8) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+@contextmanager
+def _environ(values: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def online(control: Any) -> list[int]:
+    """The ids of the nodes that are connected."""
+    from flwr.proto.control_pb2 import ListNodesRequest
+
+    return [node.node_id for node in control.ListNodes(ListNodesRequest()).nodes_info if node.status == "online"]
+
+
+def start_run(control: Any, app: Path, overrides: Mapping[str, Any]) -> int:
+    """Submit an app; returns the run's number."""
+    from flwr.cli.build import build_fab_from_disk
+    from flwr.common.serde import fab_to_proto, user_config_to_proto
+    from flwr.proto.control_pb2 import StartRunRequest
+    from flwr.supercore.fab import Fab
+
+    with _quiet():
+        content = build_fab_from_disk(app)
+    fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
+    request = StartRunRequest(fab=fab_to_proto(fab), override_config=user_config_to_proto(dict(overrides)))
+    response = control.StartRun(request)
+    if not response.HasField("run_id"):
+        raise ValueError(f"the SuperLink did not start the run: {getattr(response, 'note', '')}")
+    return response.run_id
+
+
+def run_status(control: Any, run: int) -> tuple[str, str]:
+    """(status, details) of a run: ``finished:completed`` is the good end."""
+    from flwr.proto.control_pb2 import ListRunsRequest
+
+    info = control.ListRuns(ListRunsRequest(run_id=run)).run_dict[run]
+    status = info.status
+    return f"{status.status}:{status.sub_status}".rstrip(":"), status.details
+
+
+def runs_of(control: Any) -> dict[int, str]:
+    """All runs that the SuperLink knows, and how each stands."""
+    from flwr.proto.control_pb2 import ListRunsRequest
+
+    found = control.ListRuns(ListRunsRequest()).run_dict
+    return {number: f"{run.status.status}:{run.status.sub_status}".rstrip(":") for number, run in found.items()}
+
+
+def run_app(
+    link: Link, app: Path, out: str, *, on_line: Callable[[str], None] | None = None, **overrides: Any
+) -> tuple[str, str]:
+    """Run an app and follow its progress until it ends; returns how it ended, as :func:`run_status` says it.
+
+    ``out`` is the run folder on the SuperLink's machine.
+    """
+    from flwr.proto.control_pb2 import StreamLogsRequest
+
+    with link.control() as control:
+        run = start_run(control, app, {"out": out} | overrides)
+        for part in control.StreamLogs(StreamLogsRequest(run_id=run, after_timestamp=0.0)):
+            for line in part.log_output.splitlines():
+                if on_line is not None and line.startswith(TAG):
+                    on_line(line.removeprefix(TAG))
+        return run_status(control, run)

@@ -1,0 +1,169 @@
+"""``fedbraid deploy init``: a complete Flower app, written from an experiment's configuration."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import fedbraid
+from fedbraid.experiment.build import build
+from fedbraid.experiment.config import Config, ConfigError, dump
+from fedbraid.flower.plan import EXPERIMENT, FEDERATION, describe
+
+__all__ = ["package_of", "write_app"]
+
+PACKAGE = "federation"
+
+PYPROJECT = Template("""\
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "$name"
+version = "1.0.0"
+description = "$what, deployed with fedbraid"
+license = "Apache-2.0"
+dependencies = ["fedbraid[flower]==$version"]
+
+[tool.hatch.build.targets.wheel]
+packages = ["$package"]
+
+[tool.flwr.app]
+publisher = "fedbraid"
+fab-include = ["$package/**/*.py", "$package/**/*.toml"]  # what travels to the nodes
+
+[tool.flwr.app.components]
+serverapp = "$package.server:app"
+clientapp = "$package.client:app"
+
+[tool.flwr.app.config]
+out = "run"  # the run folder, on the machine of the SuperLink
+rounds = $rounds
+""")
+
+CLIENT = Template('''\
+"""The client of this federation: every site runs it on its own data.
+
+load_data below is the one place where a site's data enters. Nothing else in this file needs a change.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from fedbraid.flower import client_app, load_plan
+
+PLAN = load_plan(Path(__file__).parent)
+
+
+def load_data(context):
+    """This site's own examples: one array per field, one row an example.
+
+    Every site's data must fit this schema, or the site is refused at the start with the reason:
+
+$fields
+
+    --- Put this site's own loading here. ---
+    As written, a node started with --node-config 'data="/path/to/examples.npz"' reads that file (one array per
+    field); a node without it stands in for client number partition-id of the experiment, for rehearsals.
+    """
+    if "data" in context.node_config:
+        with np.load(context.node_config["data"], allow_pickle=False) as archive:
+            return {name: archive[name] for name in archive.files}
+    return PLAN.rehearsal_rows(context.node_config.get("partition-id"))
+
+
+app = client_app(PLAN.algorithm, PLAN.shapes, load_data, fingerprint=PLAN.fingerprint)
+''')
+
+SERVER = '''\
+"""The server of this federation. What it does is said in experiment.toml and federation.toml beside this file."""
+
+from pathlib import Path
+
+from fedbraid.flower import load_plan, plan_server_app
+
+PLAN = load_plan(Path(__file__).parent)
+app = plan_server_app(PLAN)
+'''
+
+README = Template("""\
+# $what
+
+A Flower app written by fedbraid. $population clients, $rounds rounds.
+
+| file | what it says |
+| --- | --- |
+| `$package/client.py` | how a site loads its own data: the one place to edit |
+| `$package/experiment.toml` | algorithm, transforms, model, seed |
+| `$package/federation.toml` | how many clients, deadlines, the schema that every site's data must fit |
+| `$package/server.py` | nothing to edit |
+
+Rehearse on one machine:
+
+    fedbraid deploy up . --nodes $nodes
+    fedbraid deploy run .
+    fedbraid deploy down .
+
+Check a site's data before its node joins:
+
+    fedbraid deploy check . --node-config 'data="/path/to/examples.npz"'
+""")
+
+
+def write_app(folder: Path, config: Config) -> dict[str, Any]:
+    """Write the app that deploys ``config``; returns what was written, as plain values."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists and is not empty: choose another folder for the app")
+    experiment = build(config)
+    about = describe(experiment)
+    about["federation"]["checkpoint_every"] = 1
+    population = about["federation"]["population"]
+    what = f"{config.algorithm.name} on {config.data.name}"
+    fields = "\n".join(f"        {name}  {f['dtype']}{f['shape']}" for name, f in about["schema"].items())
+    words = {
+        "name": re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-") or "federation",
+        "what": what,
+        "version": fedbraid.__version__,
+        "package": PACKAGE,
+        "rounds": config.rounds,
+        "population": population,
+        "nodes": min(population, 3),
+        "fields": fields,
+    }
+    package = folder / PACKAGE
+    package.mkdir(parents=True)
+    files = {
+        folder / "pyproject.toml": PYPROJECT.substitute(words),
+        folder / "README.md": README.substitute(words),
+        package / "__init__.py": f'"""{what}, deployed."""\n',
+        package / "client.py": CLIENT.substitute(words),
+        package / "server.py": SERVER,
+        package / EXPERIMENT: dump(config),
+        package / FEDERATION: _federation(about),
+    }
+    for place, text in files.items():
+        place.write_text(text)
+    return {"app": str(folder), "population": population, "files": [str(p.relative_to(folder)) for p in files]}
+
+
+def _federation(about: dict[str, Any]) -> str:
+    import tomli_w
+
+    head = (
+        "# What all sites agree on. Everybody must run the same file.\n"
+        "# population: how many clients there are. evaluate: the server tests on the experiment's own test split.\n"
+        "# policy: see fedbraid.flower.Policy; too_few is wait, skip or abort.\n\n"
+    )
+    return head + tomli_w.dumps(about)
+
+
+def package_of(folder: Path) -> Path:
+    """The package folder of an app, or a ValueError if ``folder`` is none."""
+    package = folder / PACKAGE
+    if not (folder / "pyproject.toml").is_file() or not (package / FEDERATION).is_file():
+        raise ConfigError(f"{folder} is not an app: make one with fedbraid deploy init {folder} CONFIG.toml")
+    return package
