@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedbraid.core import Down, StructureError, check_structure
+import fedbraid as fb
+from fedbraid.core import Down, Report, StructureError, Up, check_structure
 from fedbraid.cost import cost, data_shapes
 from fedbraid.local import ClientData
-from fedbraid.simulate import bernoulli, simulate
 from fedbraid.transforms import clip, dp, qsgd, quantize, top_k
 from fedbraid.transforms.codes import Quantized, Sparse, decoded, per_byte, quantized, scaled, sparse
-from transforms.toy import holding, sending
+from transforms.toy import holding, many_rounds, sending
 
 rng = np.random.default_rng(0)
 KEYS = jax.random.split(jax.random.key(1), 4000)
@@ -134,8 +134,6 @@ def sending_like(params):
     base = sending(1)
 
     def client(down, state, data, key):
-        from fedbraid.core import Report, Up
-
         return Report(Up(down.params), jnp.ones(()), state)
 
     exchange = base.exchanges[0]._replace(client=client, receive=lambda server, aggregate, key: server)
@@ -166,15 +164,14 @@ FEEDBACK = {
 def test_what_was_left_out_is_kept_and_nothing_is_lost_with_a_lost_upload(name):
     """The server's sum and the residuals on the clients add up to all that was meant by the uploads that arrived."""
     alg = FEEDBACK[name](sending(6))
-    result = simulate(
-        alg, {"x": jnp.zeros(6)}, holding(VECTORS), rounds=12, cohort=3, arrival=bernoulli(0.4), devices=1
-    )
-    arrived = np.asarray(result.states.inner)  # client i's k-th upload meant k u_i
-    assert 0 < arrived.min() < arrived.max() < 12
+    there = np.random.default_rng(1).random((12, 4)) < 0.6
+    server, states = many_rounds(alg, {"x": jnp.zeros(6)}, holding(VECTORS), there)
+    arrived = np.asarray(states.inner)  # client i's k-th upload meant k u_i
+    np.testing.assert_array_equal(arrived, there.sum(0))
     meant = sum(n * (n + 1) / 2 * u for n, u in zip(arrived, VECTORS, strict=True))
-    residual = np.asarray(result.states.own["train"]["x"])
+    residual = np.asarray(states.own["train"]["x"])
     assert np.abs(residual).max() > 0.1  # the code did leave something out
-    np.testing.assert_allclose(np.asarray(result.params["x"]) + residual.sum(0), meant, rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(np.asarray(server["x"]) + residual.sum(0), meant, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.usefixtures("x64")
@@ -195,8 +192,6 @@ def test_the_residual_of_top_k_stays_within_the_bound_of_a_contraction():
 @pytest.mark.usefixtures("x64")
 def test_top_k_finds_the_optimum_of_disagreeing_clients_only_with_feedback():
     """Client i pulls to its own point; the largest pulls alone do not balance at the mean."""
-    import fedbraid as fb
-
     points = np.array([[8.0, 1.0, 1.0], [-7.0, 1.0, 2.0], [0.5, 1.0, 9.0]])
     data = holding(points)
 
@@ -205,8 +200,8 @@ def test_top_k_finds_the_optimum_of_disagreeing_clients_only_with_feedback():
 
     def error(feedback):
         alg = top_k(fb.minibatch_sgd(loss, lr=0.02, batch_size=1), fraction=0.3, error_feedback=feedback)
-        found = simulate(alg, jnp.zeros(3), data, rounds=600, devices=1).params
-        return np.linalg.norm(np.asarray(found) - points.mean(0))
+        server, _ = many_rounds(alg, jnp.zeros(3), data, np.ones((600, 3), bool))
+        return np.linalg.norm(np.asarray(server.params) - points.mean(0))
 
     assert error(True) < 0.1
     assert error(False) > 0.5

@@ -75,12 +75,11 @@ def test_clients_and_server_stay_in_agreement(name, stack):
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves((server, states)))
 
 
-@pytest.mark.parametrize("stack", ["clip quantize top_k", "dp norm_bound"])
-def test_without_reconciliation_they_part(stack):
-    """The test above tells something: these transforms do change what is kept."""
+def test_without_reconciliation_they_part():
+    """The test above tells something: such a stack does change what is kept."""
     alg, distance = STATEFUL["scaffold"]
     careless = alg._replace(exchanges=(alg.exchanges[0]._replace(reconcile=keep),))
-    server, states = many_rounds(STACKS[stack](careless), start(), clients(), THERE)
+    server, states = many_rounds(STACKS["dp norm_bound"](careless), start(), clients(), THERE)
     assert distance(innermost(server), innermost(states)) > 1e-2
 
 
