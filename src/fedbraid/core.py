@@ -18,6 +18,7 @@ from jax.core import Tracer
 
 __all__ = [
     "MEAN",
+    "UNIFORM_AUX",
     "Aggregate",
     "Algorithm",
     "Down",
@@ -99,6 +100,18 @@ def _divide(total: PyTree, weight: Scalar, count: Scalar) -> PyTree:
 
 MEAN = Reducer(_weighted, _divide)
 """The weighted mean of the uploads that arrived; weights re-normalise by themselves."""
+
+
+def _lift_apart(up: Up, weight: Scalar) -> Up:
+    return Up(MEAN.lift(up.pseudograd, weight), MEAN.lift(up.aux, weight > 0))
+
+
+def _finish_apart(total: Up, weight: Scalar, count: Scalar) -> Up:
+    return Up(MEAN.finish(total.pseudograd, weight, count), MEAN.finish(total.aux, count, count))
+
+
+UNIFORM_AUX = Reducer(_lift_apart, _finish_apart)
+"""The weighted mean of the pseudogradients, and the unweighted mean of what comes beside them."""
 
 
 def keep(state: PyTree, meant: PyTree, decoded: PyTree) -> PyTree:

@@ -30,10 +30,10 @@ import jax
 import jax.numpy as jnp
 
 from fedbraid.algorithms.server_only import Gradients, Loss, full_gradients
-from fedbraid.core import MEAN, Aggregate, Algorithm, Down, Exchange, Reducer, Report, Up, check_choice, check_number
+from fedbraid.core import UNIFORM_AUX, Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number
 from fedbraid.local import WEIGHTINGS, Fold, LocalOptions, LocalWork, Weighting, batches_of, weight_of
 
-__all__ = ["UNIFORM_AUX", "ScaffoldState", "scaffold", "share_heard"]
+__all__ = ["ScaffoldState", "scaffold", "share_heard"]
 
 PyTree = Any
 
@@ -52,18 +52,6 @@ class Walk(NamedTuple):
     shift: PyTree
     k: Any
     loss: Any
-
-
-def _lift(up: Up, weight: Any) -> Up:
-    return Up(MEAN.lift(up.pseudograd, weight), MEAN.lift(up.aux, weight > 0))
-
-
-def _finish(total: Up, weight: Any, count: Any) -> Up:
-    return Up(MEAN.finish(total.pseudograd, weight, count), MEAN.finish(total.aux, count, count))
-
-
-UNIFORM_AUX = Reducer(_lift, _finish)
-"""The weighted mean of the pseudogradients, and the unweighted mean of what comes beside them."""
 
 
 def share_heard(aggregate: Aggregate) -> Any:

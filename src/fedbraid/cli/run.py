@@ -153,6 +153,8 @@ def _closing(console: Console, summary: dict[str, Any]) -> None:
         rows.append(("test accuracy", f"[bold]{final['test_accuracy']:.4f}[/]   ({spread})"))
     if "test_loss" in final:
         rows.append(("test loss", f"{final['test_loss']:.4f}"))
+    if "epsilon" in final:
+        rows.append(("epsilon", f"{final['epsilon']:.3g} (differential privacy, by client)"))
     rows += [("picture", f"{summary['out']}/curves.png"), ("run folder", summary["out"])]
     for row in rows:
         table.add_row(*row)

@@ -16,6 +16,7 @@ from fedbraid.experiment.config import Config
 from fedbraid.experiment.plots import curves
 from fedbraid.simulate import Checkpoints, Progress, simulate
 from fedbraid.simulate.evaluate import client_values, evaluator
+from fedbraid.transforms.privacy import epsilon_by_round, is_private
 
 __all__ = ["run_config"]
 
@@ -68,6 +69,12 @@ def run_config(
     seconds = time.perf_counter() - began
     table = runfolder.columns(result.history, result.evaluations, result.info.stopped_at)
     table["seconds"] = _clock(table["round"], stamps)
+    if is_private(experiment.algorithm):
+        sampling = result.info.plan.cohort / experiment.data.train.num_clients
+        rounds = result.info.stopped_at
+        table["epsilon"] = epsilon_by_round(
+            experiment.algorithm, sampling=sampling, rounds=rounds, history=result.history
+        )
     runfolder.write_metrics(out, table)
     if experiment.data.test is not None:
         scores = evaluator(experiment.metrics, experiment.data.test)(result.params)
@@ -76,6 +83,8 @@ def run_config(
     title = f"{what}: {config.model.name}, cohort {config.cohort}, seed {config.seed}"
     curves(table, title, out / runfolder.CURVES)
     final = {name: float(np.asarray(column)[-1]) for name, column in result.evaluations.items() if name != "round"}
+    if "epsilon" in table:
+        final["epsilon"] = float(table["epsilon"][-1])
     info = result.info
     summary = {
         "algorithm": config.algorithm.name,

@@ -14,8 +14,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedbraid.algorithms.scaffold import UNIFORM_AUX
-from fedbraid.core import MEAN, Aggregate, Algorithm, Exchange, Reducer, Report, StructureError, check_number, keep
+from fedbraid.core import (
+    MEAN,
+    UNIFORM_AUX,
+    Aggregate,
+    Algorithm,
+    Exchange,
+    Reducer,
+    Report,
+    StructureError,
+    check_number,
+    keep,
+)
 from fedbraid.local import map_inputs, map_report
 from fedbraid.transforms.codes import decoded, is_code
 
