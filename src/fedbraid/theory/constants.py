@@ -118,6 +118,7 @@ def estimate(
     batch_size: int | None = 20,
     weighting: Literal["examples", "uniform"] = "examples",
     hessian: bool = True,
+    hessian_clients: int | None = None,
     delta_clients: int = 3,
     tolerance: float = 0.05,
     dense: int = 400,
@@ -131,7 +132,9 @@ def estimate(
     batch_size: of training; sigma2 is the noise of such a batch. None: full batches, no noise.
     weighting: how clients count in f, as in training.
     hessian: False leaves L, mu and delta out (NaN), which makes it fast.
-    delta_clients: how many of the clients have their Hessian compared with the mean one (each costs about ten products
+    hessian_clients: how many of the clients have their Hessians looked at; default all, or 6 for models of more than
+        20,000 parameters.
+    delta_clients: how many of those have their Hessian compared with the mean one (each costs about ten products
         with the mean Hessian; models up to ``dense`` parameters compare all).
     tolerance: relative residual at which an eigenpair is good enough; its eigenvalue is more accurate than that.
     dense: models up to this size get exact Hessians.
@@ -144,7 +147,12 @@ def estimate(
     >>> round(c.L.value, 4), round(c.G2.value, 4), round(c.zeta.value, 4), round(c.delta.value, 4)
     (1.0, 1.0, 1.0, 0.0)
     """
-    for name, value in (("clients", clients), ("examples", examples), ("delta_clients", delta_clients)):
+    for name, value in (
+        ("clients", clients),
+        ("examples", examples),
+        ("delta_clients", delta_clients),
+        ("hessian_clients", hessian_clients),
+    ):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if batch_size is not None and batch_size < 1:
@@ -163,8 +171,11 @@ def estimate(
     if not jnp.issubdtype(flat.dtype, jnp.floating):
         raise ValueError(f"params must be floating point, got {flat.dtype}")
 
+    small = flat.size <= 20_000
     if examples is None:
-        examples = 1000 if flat.size <= 20_000 else 20
+        examples = 1000 if small else 20
+    if hessian_clients is None:
+        hessian_clients = clients if small else 6
 
     def flat_loss(x: Any, batch: dict) -> Any:
         return loss(unravel(x), batch, key)
@@ -173,11 +184,12 @@ def estimate(
     if not np.all(np.isfinite(found["loss"])):
         i = sample.ids[int(np.argmin(np.isfinite(found["loss"])))]
         raise ValueError(f"the loss of {split.name_of(i)} is not finite at these parameters; take others")
-    curvature = (
-        _curvature(flat_loss, flat, split, sample, examples, delta_clients, tolerance, dense, rng, notes)
-        if hessian
-        else dict.fromkeys(_CURVATURES, Estimate(math.nan))
-    )
+    curvature = dict.fromkeys(_CURVATURES, Estimate(math.nan))
+    if hessian:
+        fewer = sample.some(hessian_clients, rng)
+        if len(fewer.ids) < len(sample.ids):
+            notes.append(f"curvatures from {len(fewer.ids)} of these clients")
+        curvature = _curvature(flat_loss, flat, split, fewer, examples, delta_clients, tolerance, dense, rng, notes)
     return Constants(
         **found["estimates"],
         **curvature,
@@ -232,6 +244,13 @@ class _Sample(NamedTuple):
         ids = np.sort(rng.choice(split.num_clients, count, replace=False))
         w = split.sizes.astype(float) if weighting == "examples" else np.ones(split.num_clients)
         return cls(ids, w[ids] / w[ids].sum(), split.num_clients, float(np.sum((w / w.sum()) ** 2)))
+
+    def some(self, count: int, rng: np.random.Generator) -> _Sample:
+        """A smaller sample: ``count`` of these clients."""
+        if count >= len(self.ids):
+            return self
+        at = np.sort(rng.choice(len(self.ids), count, replace=False))
+        return self._replace(ids=self.ids[at], weights=self.weights[at] / self.weights[at].sum())
 
     @property
     def unseen(self) -> float:
@@ -404,7 +423,7 @@ def _curvature(
         if len(compared) < m:
             notes.append(f"delta and mu_i from {len(compared)} of these clients")
         notes.append(f"smallest curvatures are resolved to {tolerance:.0%} of the largest")
-    part = _Sample(sample.ids[compared], w[compared] / w[compared].sum(), sample.population, sample.concentration)
+    part = sample._replace(ids=sample.ids[compared], weights=w[compared] / w[compared].sum())
     lows = part.largest(-bottoms, rng)
     return {
         "L": Estimate(float(high), sample.mean(along_high).stderr),
