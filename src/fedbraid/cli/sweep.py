@@ -102,6 +102,7 @@ class Bar:
             TimeElapsedColumn(),
             TextColumn("{task.fields[news]}"),
             console=console,
+            transient=True,
             disable=not show,
         )
         self.task = self.bar.add_task("", total=1.0, news="compiling")

@@ -236,7 +236,7 @@ def run_comparison(
         config = comparison.config(i, cohorts[i])
         tell = None if on_news is None else (lambda news, label=method.label: on_news(label, news))
         tuning = comparison.tuning_of(i)
-        tuned: dict[str, Any] = {"best": {}, "at_edge": [], "tuned_on": None, "diverged": 0, "trials": 0}
+        tuned: dict[str, Any] = {"best": {}, "at_edge": [], "criterion": None, "diverged": 0, "trials": 0}
         if tuning is not None:
             tuned = tune(config, tuning, trials, data=data, label={"method": method.label}, on_news=tell)
             tuned_on = tuned["tuned_on"]
@@ -245,6 +245,8 @@ def run_comparison(
             "algorithm": method.name,
             "cohort": cohorts[i],
             "bytes_per_client": {"down": costs[i].down, "up": costs[i].up, "models": costs[i].multiple},
+            "tuned_over": [] if tuning is None else list(tuning.over),
+            "tuned_by": tuned["criterion"],
             "best": tuned["best"],
             "at_edge": tuned["at_edge"],
             "trials": tuned["trials"],

@@ -15,7 +15,7 @@ with fewer, clients are spread over the devices as in a single run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,13 +29,14 @@ from fedbraid.cost import cost, data_shapes, nbytes
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.experiment.build import Experiment, assemble
 from fedbraid.experiment.config import Config, ConfigError, parse
+from fedbraid.local import MASK
 from fedbraid.simulate.devices import client_mesh, free_memory, replicated, sharded
 from fedbraid.simulate.engine import make_engine
 from fedbraid.simulate.evaluate import client_values, in_batches, score, summarize
 from fedbraid.simulate.feed import Feed, Portion
 from fedbraid.simulate.run import WINDOW, choose_plan, fits
 
-__all__ = ["Outcome", "Point", "Together", "traceable", "with_values"]
+__all__ = ["Outcome", "Point", "Together", "measured", "traceable", "with_values"]
 
 Point = Mapping[str, Any]
 AXIS = "points"
@@ -137,6 +138,26 @@ def _builds(config: Config, data: FederatedData, keys: Sequence[str]) -> bool:
     return True
 
 
+def measured(experiment: Experiment, data: FederatedData, prefix: str) -> tuple[list[str], list[str]]:
+    """Names of what will be evaluated and of what the clients will report, without running anything.
+
+    >>> from fedbraid.experiment import build
+    >>> experiment = build(Config())
+    >>> measured(experiment, experiment.data, "test_")
+    (['test_accuracy', 'test_loss'], ['train/loss'])
+    """
+    alg, params, clients = experiment.algorithm, experiment.params, data_shapes(data.train)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    server, state = jax.eval_shape(alg.init, params), jax.eval_shape(alg.init_client, params)
+    logged = []
+    for exchange in alg.exchanges:
+        report = jax.eval_shape(exchange.client, jax.eval_shape(exchange.send, server), state, clients, key)
+        logged += [f"{exchange.name}/{name}" for name in report.metrics]
+    batch = {name: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for name, a in clients.arrays.items()}
+    batch[MASK] = jax.ShapeDtypeStruct((1,), jnp.float32)
+    return [prefix + name for name in jax.eval_shape(experiment.metrics, params, batch)], logged
+
+
 class Together:
     """The programs of points that differ in the values of ``keys`` alone, compiled once for all chunks and seeds.
 
@@ -169,7 +190,8 @@ class Together:
         alg, params = self.base.algorithm, self.base.params
         self.traffic = cost(alg, params, split)
         self.plan = choose_plan(alg, params, split, inner, engine.plan, engine.chunk, cohort)
-        window = min(WINDOW, config.rounds, config.evaluation.every)
+        self.every = config.evaluation.every
+        window = min(WINDOW, config.rounds, self.every)
         self.feed = Feed(alg, self.plan, self.mesh, split, seed=config.seed, window=window, stream=stream)
         self.feed.reserve(range(config.rounds))
         self.test = None
@@ -295,11 +317,13 @@ class Together:
         rounds: int,
         start: Outcome | None = None,
         keep: bool = False,
+        marks: Collection[int] = (),
         on_progress: Callable[[int], Any] | None = None,
     ) -> Outcome:
         """Run at most ``size`` points at one seed up to round ``rounds``, from the beginning or on from ``start``.
 
-        ``keep`` keeps models and states, so that the outcome can be gone on from. ``on_progress`` is told the round.
+        It is evaluated as often as the configuration says, and after the rounds in ``marks``. ``keep`` keeps models and
+        states, so that the outcome can be gone on from. ``on_progress`` is told the round.
         """
         real = len(points)
         if not 1 <= real <= self.size:
@@ -318,12 +342,13 @@ class Together:
         looks: list[_Look] = []
         jax.block_until_ready(carry)
         began = time.perf_counter()
-        for portion in self._portions(done, rounds):
+        looked_at = sorted({*range(self.every, rounds, self.every), *marks, rounds})
+        for portion in self._portions(done, rounds, looked_at):
             first, number = np.int32(done), np.int32(portion.number)
             carry, log = self.rounds(values, carry, portion.arrays, portion.slots, first, number, key)
             logs.append({name: column[:, : portion.number] for name, column in log.items()})
             done += portion.number
-            if done % self.config.evaluation.every == 0 or done == rounds:
+            if done in looked_at:
                 seen = jax.block_until_ready(self.look(values, carry, self.test))
                 looks.append(_Look(done, time.perf_counter() - began, *seen))
                 if on_progress is not None:
@@ -332,13 +357,12 @@ class Together:
         new = new._replace(carry=jax.tree.map(lambda leaf: np.asarray(leaf)[:real], carry) if keep else None)
         return new if start is None else _joined(start, new)
 
-    def _portions(self, done: int, rounds: int) -> Iterator[Portion]:
+    def _portions(self, done: int, rounds: int, stops: Sequence[int]) -> Iterator[Portion]:
         if self.feed.stream:
             yield from self.feed.portions(done, rounds)
             return
-        every = self.config.evaluation.every
         while done < rounds:
-            number = min(self.feed.window, rounds - done, every - done % every)
+            number = min(self.feed.window, next(stop for stop in stops if stop > done) - done)
             yield self.feed.portion(done, number)
             done += number
 

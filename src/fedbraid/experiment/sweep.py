@@ -33,7 +33,7 @@ from fedbraid.data.partition import hold_out
 from fedbraid.experiment import search
 from fedbraid.experiment.build import assemble, load_named
 from fedbraid.experiment.config import Config, ConfigError, dump, parse, read_tree, sentences
-from fedbraid.experiment.many import Outcome, Point, Together, traceable, with_values
+from fedbraid.experiment.many import Outcome, Point, Together, measured, traceable, with_values
 from fedbraid.experiment.trials import Criterion, Row, Trials, best_point, pick_metric
 
 __all__ = ["News", "Tuning", "hold_out_validation", "load_sweep", "reopen_sweep", "run_sweep", "tune"]
@@ -43,6 +43,7 @@ MOST_TRIALS, TRIES = 100_000, 32  # at most; and the points of a search that say
 PREFIX = "validation_"
 FIXED = {
     "seed": "use seeds to try several",
+    "rounds": "all points run for as many rounds, or they could not be compared",
     "engine": "it does not change results",
     "checkpoint": "it does not change results",
     "evaluation": "it does not change results",
@@ -129,13 +130,14 @@ class _Lab:
         self.data: dict[str, FederatedData] = {}
         self.split_by = ""
         self.check()
-        first = {key: search.values_of(one)[0] for key, one in self.space.items()}
-        self.first = with_values(config, first)
         values = {key: search.values_of(one) for key, one in self.space.items()}
-        self.traced = traceable(self.first, self.data_of(self.first), values)
+        first = with_values(config, {key: every[0] for key, every in values.items()})
+        held = self.data_of(first)
+        metric = pick_metric(tuning.metric, *measured(assemble(first, held), held, PREFIX), PREFIX)
+        self.criterion = Criterion(metric, tuning.last, tuning.target)
+        self.traced = traceable(first, held, values)
         self.programs: dict[Any, Together] = {}
         self.compiled = 0
-        self.criterion: Criterion | None = None
 
     def check(self) -> None:
         """Build every value of every key once, so that what is wrong is said before anything runs."""
@@ -189,27 +191,22 @@ class _Lab:
         return json.dumps({key: value for key, value in point.items() if key not in self.traced}, default=str)
 
     def program(self, points: Sequence[Point]) -> Together:
-        key = (self._static(points[0]), len(points))
-        if key not in self.programs:
-            config = with_values(self.config, points[0])
-            data = self.data_of(config)
-            while len(self.programs) >= 4:  # programs hold device memory
-                self.programs.pop(next(iter(self.programs)))
-            most = self.tuning.at_once
-            self.programs[key] = Together(
-                config, data, self.traced, points=len(points), test=data.validation, prefix=PREFIX, most=most
-            )
-            self.compiled += 1
-        return self.programs[key]
-
-    def judge(self, outcome: Outcome) -> Criterion:
-        if self.criterion is None:
-            metric = pick_metric(self.tuning.metric, list(outcome.evaluations), list(outcome.history), PREFIX)
-            self.criterion = Criterion(metric, self.tuning.last, self.tuning.target)
-        return self.criterion
+        """A program for these points: one that is there already if it takes about as many at a time."""
+        static = self._static(points[0])
+        for (known, _), program in self.programs.items():
+            if known == static and len(points) <= 2 * program.size <= 4 * len(points):
+                return program
+        while len(self.programs) >= 4:  # programs hold device memory
+            self.programs.pop(next(iter(self.programs)))
+        config = with_values(self.config, points[0])
+        data, most = self.data_of(config), self.tuning.at_once
+        made = Together(config, data, self.traced, points=len(points), test=data.validation, prefix=PREFIX, most=most)
+        self.programs[static, made.size] = made
+        self.compiled += 1
+        return made
 
     def row(self, i: int, point: Point, seed: int, outcome: Outcome, j: int, status: str, together: int) -> Row:
-        criterion = self.judge(outcome)
+        criterion = self.criterion
         diverged = bool(outcome.diverged[j])
         sums = {
             way: float(sum(c[j].sum() for n, c in outcome.history.items() if n.endswith(f"/bytes_{way}")))
@@ -294,7 +291,7 @@ def _tune(lab: _Lab, trials: Trials, label: dict[str, Any], on_news: Callable | 
             asked = search.adapt(lab.space, work.seen(first), count, seed=tuning.seed)
             work.bracket({first + i: point for i, point in enumerate(asked)})
     rows = trials.of(**label)
-    best = best_point(rows, list(lab.space), _criterion_of(lab, rows, tuning), lab.config.rounds)
+    best = best_point(rows, list(lab.space), lab.criterion, lab.config.rounds)
     return best | {
         "points": len({row["point"] for row in rows}),
         "trials": len(rows),
@@ -303,15 +300,9 @@ def _tune(lab: _Lab, trials: Trials, label: dict[str, Any], on_news: Callable | 
         "programs": lab.compiled,
         "traced": list(lab.traced),
         "seconds": time.perf_counter() - began,
-        "tuned_on": f"{lab.split_by or 'the validation split'}; seeds {', '.join(map(str, tuning.seed_list))}",
+        "tuned_on": f"{lab.split_by}, seed{'s' if tuning.seeds > 1 else ''} {', '.join(map(str, tuning.seed_list))}",
         "at_edge": _at_edge(lab.space, best["best"]),
     }
-
-
-def _criterion_of(lab: _Lab, rows: Sequence[Row], tuning: Tuning) -> Criterion:
-    if lab.criterion is not None:
-        return lab.criterion
-    return Criterion(rows[0]["metric"], tuning.last, tuning.target)  # nothing was left to run
 
 
 class _Work:
@@ -321,6 +312,7 @@ class _Work:
         self.lab, self.trials, self.label, self.on_news = lab, trials, label, on_news
         self.seeds, self.rounds = lab.tuning.seed_list, lab.config.rounds
         self.spent = self.planned = 0  # rounds times points
+        self.known: tuple[int, dict[str, Any]] = (-1, {})  # number of rows, and the best of them
 
     def seen(self, before: int) -> list[tuple[Point, float]]:
         """The points with smaller ids and their losses."""
@@ -328,12 +320,8 @@ class _Work:
         for row in self.trials.of(**self.label):
             if row["point"] < before:
                 by_id.setdefault(row["point"], []).append(row)
-        criterion = _criterion_of(self.lab, self.trials.rows, self.lab.tuning) if by_id else None
-        keys = list(self.lab.space)
-        return [
-            ({key: rows[0][key] for key in keys}, criterion.loss(rows, self.rounds) if criterion else math.inf)
-            for _, rows in sorted(by_id.items())
-        ]
+        loss, keys = self.lab.criterion.loss, list(self.lab.space)
+        return [({key: rows[0][key] for key in keys}, loss(rows, self.rounds)) for _, rows in sorted(by_id.items())]
 
     def ladder(self, points: int) -> list[tuple[int, int]]:
         """The rungs that so many points climb, each with how many of them go on."""
@@ -358,10 +346,11 @@ class _Work:
             i for i in points if not all((i, s) in have and have[i, s]["rounds"] < self.rounds for s in self.seeds)
         ]
         kept: dict[tuple[int, int], Outcome] = {}
+        marks = [rounds for rounds, _ in ladder]
         for rounds, go_on in ladder:
             if rounds <= decided:
                 continue
-            alive = self._rung(points, alive, rounds, go_on, have, kept)
+            alive = self._rung(points, alive, rounds, go_on, have, kept, marks)
 
     def _rung(
         self,
@@ -371,6 +360,7 @@ class _Work:
         go_on: int,
         have: dict[tuple[int, int], Row],
         kept: dict[tuple[int, int], Outcome],
+        marks: Sequence[int],
     ) -> list[int]:
         rows: dict[int, list[Row]] = {}
         for group in self.lab.groups({i: points[i] for i in alive}):
@@ -381,17 +371,15 @@ class _Work:
             for chunk in program.chunks(todo):
                 for seed in self.seeds:
                     ids = [i for i in chunk if (i, seed) not in have]
-                    made = self._chunk(program, points, ids, seed, rounds, kept, bool(go_on)) if ids else []
+                    made = self._chunk(program, points, ids, seed, rounds, kept, bool(go_on), marks) if ids else []
                     for row in made:
                         rows.setdefault(row["point"], []).append(row)
                     if not go_on:
                         self.trials.add(made)
         if not go_on:
             return []
-        criterion = _criterion_of(self.lab, [], self.lab.tuning)
-        order = sorted(alive, key=lambda i: (criterion.loss(rows[i], rounds), i))
-        sound = [i for i in order if criterion.loss(rows[i], rounds) < math.inf]
-        on = sound[:go_on]
+        losses = {i: self.lab.criterion.loss(rows[i], rounds) for i in alive}
+        on = [i for i in sorted(alive, key=lambda i: (losses[i], i)) if losses[i] < math.inf][:go_on]
         out = [row for i in alive if i not in on for row in rows[i]]
         self.trials.add(out)
         for i in set(alive) - set(on):
@@ -409,6 +397,7 @@ class _Work:
         rounds: int,
         kept: dict[tuple[int, int], Outcome],
         keep: bool,
+        marks: Sequence[int],
     ) -> list[Row]:
         start = [kept[i, seed] for i in ids] if all((i, seed) in kept for i in ids) else None
         done_before = start[0].rounds if start else 0
@@ -425,6 +414,7 @@ class _Work:
             rounds=rounds,
             start=_together(start) if start else None,
             keep=keep,
+            marks=[mark for mark in marks if mark <= rounds],
             on_progress=progress,
         )
         rows = []
@@ -439,11 +429,9 @@ class _Work:
         if self.on_news is None:
             return
         rows = self.trials.of(**self.label)
-        scored = [row for row in rows if row["status"] == "finished"]
-        best: dict[str, Any] = {"best": None, "score": None}
-        if scored:
-            criterion = _criterion_of(self.lab, scored, self.lab.tuning)
-            best = best_point(rows, list(self.lab.space), criterion, self.rounds)
+        if len(rows) != self.known[0]:
+            self.known = len(rows), best_point(rows, list(self.lab.space), self.lab.criterion, self.rounds)
+        best = self.known[1]
         diverged = sum(row["status"] == "diverged" for row in rows)
         done = min(1.0, self.spent / max(self.planned, 1))
         self.on_news(News(done, len(rows), diverged, best["best"], best["score"], doing))

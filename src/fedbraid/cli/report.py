@@ -1,0 +1,41 @@
+"""``fedbraid report``: runs, sweeps and comparisons on one page."""
+
+from __future__ import annotations
+
+import json as json_
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+def command(
+    folders: Annotated[list[Path], typer.Argument(help="folders of runs, sweeps or comparisons", metavar="RUN...")],
+    out: Annotated[
+        Path | None, typer.Option(help="HTML file to write (default: report.html in the first folder)")
+    ] = None,
+    title: Annotated[str | None, typer.Option(help="heading of the page")] = None,
+    drift: Annotated[int, typer.Option(help="go through so many first rounds of plain runs again to show drift")] = 0,
+    plots: Annotated[bool, typer.Option("--plots/--no-plots", help="also every plot as PNG and PDF")] = True,
+    open_: Annotated[bool, typer.Option("--open", help="open it in the browser")] = False,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
+) -> None:
+    """Write one HTML file that opens offline: curves, tuning maps, clients, drift, differences, citations."""
+    from fedbraid.experiment.report import collect, write_report
+
+    place = out if out is not None else folders[0] / "report.html"
+    found = collect(folders, drift=drift)
+    written = write_report(found, place, title=title, plots=plots)
+    if open_:
+        import webbrowser
+
+        webbrowser.open(place.resolve().as_uri())
+    if json:
+        print(json_.dumps(written))
+        return
+    console = Console(highlight=False)
+    for notice in written["notices"]:
+        console.print(f"[yellow]{notice}[/]")
+    pictures = f"; {len(written['plots'])} pictures in {place.stem}-plots/" if written["plots"] else ""
+    console.print(f"[bold]{place}[/] ({written['bytes'] / 1000:.0f} kB){pictures}", soft_wrap=True)

@@ -1,0 +1,454 @@
+"""Sweeps: one program is as many runs, tuning sees no test set, diverged trials stay, a stopped sweep goes on."""
+
+import json
+import math
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from fedbraid import simulate
+from fedbraid.cli.main import make_app
+from fedbraid.data.federated import FederatedData, Split
+from fedbraid.experiment import ConfigError, build, load_config, search, sweep
+from fedbraid.experiment.many import Together, traceable, with_values
+from fedbraid.experiment.sweep import Tuning, hold_out_validation, run_sweep, tune
+from fedbraid.experiment.trials import Criterion, Trials, best_point, read_trials
+
+pytestmark = pytest.mark.xdist_group("sweep")  # compiled programs are shared through the cache
+RATE = "algorithm.client_lr"
+SMALL = ("rounds=6", "cohort=4", "model.name=softmax_regression", "data.clients=8", "evaluation.every=2")
+NAN = 1e38  # a rate whose first step overflows
+
+
+def small(*settings):
+    return load_config(settings=[*SMALL, *settings])
+
+
+# --- where to look ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "values"),
+    [
+        ("logspace(-4,0,9)", 10 ** np.linspace(-4, 0, 9)),
+        ("linspace(0, 1, 5)", [0, 0.25, 0.5, 0.75, 1]),
+        ("geomspace(0.1,10,3)", [0.1, 1, 10]),
+        ("0.1,0.3,1", [0.1, 0.3, 1]),
+        ("[1, 2]", [1, 2]),
+        ([0.5, 1], [0.5, 1]),
+        (0.5, [0.5]),
+    ],
+)
+def test_values_are_read_as_written(written, values):
+    found = search.over("k", written)
+    np.testing.assert_allclose(found.values, values, rtol=1e-11)
+
+
+def test_words_lists_and_ranges_are_values_too():
+    assert search.over("k", "examples, uniform").values == ("examples", "uniform")
+    assert search.over("k", "[[8], [16, 8]]").values == ([8], [16, 8])
+    assert search.over("k", "loguniform(1e-4, 1)") == search.Range(1e-4, 1.0, "loguniform")
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ("logspace(-4,0)", ["k", "3 finite numbers"]),
+        ("logspace(-4,x,3)", ["not made of numbers"]),
+        ("logspace(-4,0,2.5)", ["whole number"]),
+        ("lograin(1,2,3)", ["lograin", "logspace"]),
+        ("loguniform(0,1)", ["low > 0"]),
+        ("uniform(1,1)", ["low < high"]),
+        ("integers(1.5,3)", ["whole numbers"]),
+        ("0.1,0.1", ["differ"]),
+        ("[0.1, inf]", ["finite"]),
+        ("[]", ["no values"]),
+    ],
+)
+def test_bad_values_are_refused(written, words):
+    with pytest.raises(ValueError) as error:
+        search.over("k", written)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_samples_cover_their_ranges_and_extend():
+    space = {
+        "a": search.Range(1e-4, 1, "loguniform"),
+        "b": search.Range(1, 3, "integers"),
+        "c": search.Choice(("x", "y")),
+    }
+    many = search.sample(space, 3000, seed=1)
+    logs = np.log10([p["a"] for p in many])
+    assert np.histogram(logs, 4, (-4, 0))[0].min() > 650  # of 750 expected: uniform in the exponent
+    assert {p["b"] for p in many} == {1, 2, 3}
+    assert {p["c"] for p in many} == {"x", "y"}
+    assert search.sample(space, 5, seed=1) == many[:5]
+    assert search.sample(space, 5, seed=2) != many[:5]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "points", "eta"), [(900, 9, 3), (1000, 27, 3), (64, 16, 2), (10, 100, 3), (5, 2, 4)]
+)
+def test_rungs_halve_points_and_multiply_rounds(rounds, points, eta):
+    ladder = search.rungs(rounds, points, eta)
+    marks, kept = zip(*ladder, strict=True)
+    assert marks[-1] == rounds
+    assert list(marks) == sorted(set(marks))
+    assert kept[-1] == 0
+    assert kept[-2] == 1  # the last to climb is alone
+    alive = [points, *kept[:-1]]
+    spent = sum((r - before) * n for r, before, n in zip(marks, [0, *marks], alive, strict=False))
+    assert spent < 0.7 * rounds * points  # that is the point of it
+
+
+def test_adaptive_search_goes_where_it_is_better_and_repeats():
+    pytest.importorskip("optuna")
+    space = {"a": search.Range(1e-4, 1, "loguniform"), "b": search.Choice((3, 1, 2)), "c": search.Choice(("x", "y"))}
+
+    def loss(p):  # best at a = 0.01, b = 2, c = y; everything above 0.3 diverges
+        return math.inf if p["a"] > 0.3 else (np.log10(p["a"]) + 2) ** 2 + (p["b"] - 2) ** 2 + (p["c"] == "x")
+
+    seen = []
+    for _ in range(6):
+        asked = search.adapt(space, seen, 6, seed=3)
+        assert asked == search.adapt(space, seen, 6, seed=3)
+        assert all(1e-4 <= p["a"] <= 1 and p["b"] in (1, 2, 3) and p["c"] in ("x", "y") for p in asked)
+        seen += [(p, loss(p)) for p in asked]
+    late, early = [min(v, 9.0) for _, v in seen[24:]], [min(v, 9.0) for _, v in seen[:12]]
+    assert np.mean(late) < 0.6 * np.mean(early)
+
+
+# --- judging ---------------------------------------------------------------------------------------------------------
+
+
+def rows(*scores, reached=None, status="finished", rounds=100):
+    return [
+        {"point": i, "seed": s, "x": i, "status": "diverged" if v is None else status, "rounds": rounds, "score": v}
+        | {"rounds_to_target": None if reached is None else reached[i]}
+        for i, own in enumerate(scores)
+        for s, v in enumerate(own)
+    ]
+
+
+def test_the_best_point_is_best_on_the_mean_over_seeds_and_never_diverged():
+    found = best_point(rows([0.5, 0.9], [0.75, 0.75], [0.99, None]), ["x"], Criterion("validation_accuracy"), 100)
+    assert found["best"] == {"x": 1}
+    assert found["score"] == pytest.approx(0.75)
+    lowest = best_point(rows([0.5, 0.9], [0.75, 0.75]), ["x"], Criterion("validation_loss"), 100)
+    assert lowest["best"] == {"x": 0}
+    assert lowest["deviation"] == pytest.approx(np.std([0.5, 0.9], ddof=1))
+    assert best_point(rows([None]), ["x"], Criterion("validation_accuracy"), 100)["best"] is None
+    stopped = rows([0.9], status="stopped", rounds=30) + [row | {"point": 7, "x": 7} for row in rows([0.1])]
+    assert best_point(stopped, ["x"], Criterion("validation_accuracy"), 100)["best"] == {"x": 7}
+
+
+def test_with_a_target_the_fastest_is_best_and_the_nearest_misses_come_last():
+    criterion = Criterion("validation_accuracy", 100, target=0.8)
+    found = best_point(rows([0.81], [0.99], [0.79], [0.2], reached=[40, 60, None, None]), ["x"], criterion, 100)
+    assert found["best"] == {"x": 0}
+    assert found["rounds_to_target"] == 40
+    miss = [criterion.loss([row], 100) for row in rows([0.79], [0.2], reached=[None, None])]
+    assert 60 < miss[0] < miss[1] < math.inf
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def test_validation_is_carved_out_of_training_examples_alone():
+    clients = [{"x": np.arange(10.0) + 100 * i, "y": np.full(10, i)} for i in range(3)] + [{"x": [999.0], "y": [3]}]
+    data = FederatedData(Split.from_clients(clients), Split.from_clients([{"x": [-1.0], "y": [0]}] * 4))
+    held, about = hold_out_validation(data, 0.3, seed=5)
+    assert held.test is None
+    assert held.unseen is None
+    assert "30%" in about
+    for i, client in enumerate(clients):
+        train, validation = held.train.client(i), held.validation.client(i)
+        np.testing.assert_array_equal(np.sort(np.concatenate([train["x"], validation["x"]])), client["x"])
+        assert len(validation["x"]) == (3 if i < 3 else 0)  # one example is not divided
+        assert np.all(train["y"] == i)
+    again, _ = hold_out_validation(data, 0.3, seed=5)
+    np.testing.assert_array_equal(again.validation.arrays["x"], held.validation.arrays["x"])
+    other, _ = hold_out_validation(data, 0.3, seed=6)
+    assert np.any(other.validation.arrays["x"] != held.validation.arrays["x"])
+    with pytest.raises(ConfigError, match="no client"):
+        hold_out_validation(FederatedData(Split.from_clients(clients[-1:])), 0.3, seed=0)
+    own = FederatedData(data.train, data.test, validation=data.test)
+    assert hold_out_validation(own, None, seed=0)[0].validation is data.test
+
+
+# --- one program -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def several():
+    """Five points as one program, client states and two exchanges per round included in turn."""
+    config = small("algorithm.name=scaffold", f"{RATE}=0.1")
+    data = build(config).data
+    points = [{RATE: rate} for rate in (0.01, 0.03, 0.1, NAN, 0.3)]
+    program = Together(config, data, [RATE], points=5, test=data.test)
+    return config, data, points, program, program.run(points, seed=3, rounds=6)
+
+
+def test_one_program_is_as_many_runs(several):
+    config, data, points, program, outcome = several
+    assert program.own_points  # more points than the four devices of the tests: each takes its own
+    for j in (0, 2):
+        one = build(with_values(config, points[j] | {"seed": 3}))
+        run = simulate(one.algorithm, one.params, data, rounds=6, cohort=4, seed=3, metrics=one.metrics, eval_every=2)
+        for name, column in run.history.items():
+            np.testing.assert_allclose(outcome.history[name][j], column, rtol=1e-4, atol=1e-6, err_msg=name)
+        for name, column in run.evaluations.items():
+            if name != "round":
+                np.testing.assert_allclose(outcome.evaluations[name][j], column, rtol=1e-4, atol=1e-5, err_msg=name)
+    assert outcome.evaluations["round"].tolist() == [2, 4, 6]
+
+
+def test_a_diverged_point_is_told_and_harms_no_other(several):
+    _, _, points, program, outcome = several
+    assert outcome.diverged.tolist() == [False, False, False, True, False]
+    sound = [points[i] for i in (0, 1, 2, 2, 4)]
+    without = program.run(sound, seed=3, rounds=6)
+    for name, column in without.evaluations.items():
+        if name != "round":
+            np.testing.assert_array_equal(column[[0, 1, 2, 4]], outcome.evaluations[name][[0, 1, 2, 4]])
+
+
+def test_going_on_is_as_if_it_had_not_stopped(several):
+    _, _, points, program, outcome = several
+    first = program.run(points[:3], seed=3, rounds=4, keep=True)
+    rest = program.run(points[1:3], seed=3, rounds=6, start=first.take(np.array([1, 2])))
+    for mine, whole in ((rest.history, outcome.history), (rest.evaluations, outcome.evaluations)):
+        for name, column in mine.items():
+            np.testing.assert_array_equal(column, whole[name] if name == "round" else whole[name][1:3], err_msg=name)
+    assert rest.rounds == 6
+    assert np.all(np.diff(rest.seconds) > 0)
+
+
+def test_rates_are_traced_and_counts_are_not():
+    config = small("algorithm.name=fedprox", "transforms=[{name='clip', bound=1.0}]")
+    data = build(config).data
+    values = {
+        RATE: [0.1, 0.2],
+        "algorithm.alpha": [0, 1],
+        "algorithm.epochs": [1, 2],
+        "algorithm.weighting": ["examples", "uniform"],
+        "model.l2": [0.0, 0.1],
+        "transforms.0.bound": [1.0, 2.0],
+        "cohort": [3, 4],
+    }
+    assert set(traceable(config, data, values)) == {RATE, "algorithm.alpha", "model.l2", "transforms.0.bound"}
+
+
+def same(row, other):
+    """Two rows of the same trial, up to rounding."""
+    for name in ("status", "rounds", "seed", "curve/round"):
+        assert row[name] == other[name]
+    if row["score"] is not None:
+        assert row["score"] == pytest.approx(other["score"], rel=1e-5)
+        np.testing.assert_allclose(row["curve/validation_loss"], other["curve/validation_loss"], rtol=1e-4)
+
+
+# --- whole sweeps ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """Three rates, of which one diverges, times two numbers of epochs, at two seeds."""
+    out = tmp_path_factory.mktemp("swept") / "sweep"
+    tuning = Tuning(over={RATE: [0.03, 0.3, NAN], "algorithm.epochs": [1, 2]}, seeds=2, last=4)
+    return run_sweep(small(), tuning, out), out, tuning
+
+
+def test_every_trial_is_a_row(swept):
+    summary, out, _ = swept
+    table = pq.read_table(out / "trials.parquet")
+    found = table.to_pylist()
+    assert len(found) == 3 * 2 * 2 == summary["trials"]
+    assert {(r[RATE], r["algorithm.epochs"], r["seed"]) for r in found} == {
+        (rate, epochs, seed) for rate in (0.03, 0.3, NAN) for epochs in (1, 2) for seed in (1000, 1001)
+    }
+    lost = [r for r in found if r["status"] == "diverged"]
+    assert len(lost) == 4 == summary["diverged"]
+    assert all(r[RATE] == NAN and r["score"] is None for r in lost)
+    assert summary["traced"] == [RATE]
+    assert summary["programs"] == 2  # one for each number of epochs
+
+
+def test_scores_are_averages_over_the_last_rounds_of_the_curve(swept):
+    summary, out, _ = swept
+    found = read_trials(out / "trials.parquet")
+    by_point = {}
+    for row in found:
+        if row["status"] == "finished":
+            curve = np.array(row["curve/validation_accuracy"])
+            late = np.array(row["curve/round"]) > 6 - 4
+            assert row["score"] == pytest.approx(curve[late].mean())
+            by_point.setdefault((row[RATE], row["algorithm.epochs"]), []).append(row["score"])
+    best = max(by_point, key=lambda p: np.mean(by_point[p]))
+    assert summary["best"] == {RATE: best[0], "algorithm.epochs": best[1]}
+    assert summary["criterion"] == "highest validation_accuracy, averaged over the last 4 rounds"
+    assert load_config(out / "best.toml").algorithm.options == {"client_lr": best[0], "epochs": best[1]}
+
+
+def test_bytes_are_those_of_the_messages(swept):
+    _, out, _ = swept
+    model = (64 * 10 + 10) * 4
+    for row in read_trials(out / "trials.parquet"):
+        assert row["bytes_down"] == model * 4 * 6
+        if row["status"] == "finished":
+            assert row["bytes_up"] == model * 4 * 6
+
+
+def test_the_test_set_plays_no_part(swept, monkeypatch):
+    _, out, tuning = swept
+    data = build(small()).data
+    poisoned = {name: np.zeros_like(a) for name, a in data.test.arrays.items()}
+    monkeypatch.setattr(
+        sweep,
+        "load_named",
+        lambda config: FederatedData(
+            data.train, Split(poisoned, data.test.offsets), data.name, data.info, data.preprocess
+        ),
+    )
+    found = Trials(None)
+    tune(small(), tuning.model_copy(update={"over": {RATE: [0.03, 0.3], "algorithm.epochs": [1]}, "seeds": 1}), found)
+    honest = {(r[RATE], r["algorithm.epochs"], r["seed"]): r for r in read_trials(out / "trials.parquet")}
+    for row in found.rows:
+        assert row["score"] == pytest.approx(honest[row[RATE], 1, 1000]["score"], abs=1e-6)
+
+
+def test_a_stopped_sweep_goes_on_and_ends_the_same(swept, tmp_path):
+    summary, out, tuning = swept
+    whole = read_trials(out / "trials.parquet")
+    again = tmp_path / "again"
+    again.mkdir()
+    sweep.write_sweep(again / "sweep.toml", small(), tuning)
+    some = [row for row in whole if not (row["seed"] == 1001 and row["algorithm.epochs"] == 2)]
+    Trials(again / "trials.parquet").add(some)
+    resumed = run_sweep(*sweep.reopen_sweep(again), again, resume=True)
+    assert resumed["programs"] == 1  # only what was missing
+    assert resumed["best"] == summary["best"]
+    by_id = {(r["point"], r["seed"]): r for r in whole}
+    rows_ = read_trials(again / "trials.parquet")
+    assert len(rows_) == len(whole)
+    for row in rows_:
+        same(row, by_id[row["point"], row["seed"]])
+
+
+def test_chunks_do_not_change_the_trials(swept):
+    _, out, tuning = swept
+    found = Trials(None)
+    chunked = tuning.model_copy(update={"over": {RATE: [0.03, 0.3, NAN], "algorithm.epochs": [1]}, "at_once": 1})
+    tune(small(), chunked.model_copy(update={"seeds": 1}), found)
+    assert {row["together"] for row in found.rows} == {1}
+    whole = {(r[RATE], r["seed"]): r for r in read_trials(out / "trials.parquet") if r["algorithm.epochs"] == 1}
+    for row in found.rows:
+        assert row["status"] == whole[row[RATE], row["seed"]]["status"]
+        if row["score"] is not None:
+            assert row["score"] == pytest.approx(whole[row[RATE], row["seed"]]["score"], abs=1e-5)
+
+
+def test_halving_stops_the_worse_and_can_go_on(tmp_path):
+    tuning = Tuning(over={RATE: [1e-6, 0.03, 0.3, NAN]}, halving=2, last=2)
+    config = small("rounds=8")
+    file = Trials(tmp_path / "trials.parquet")
+    found = tune(config, tuning, file)
+    status = {row[RATE]: (row["status"], row["rounds"]) for row in file.rows}
+    assert status[NAN] == ("diverged", 2)
+    assert status[1e-6] == ("stopped", 2)
+    assert sorted([status[0.03], status[0.3]]) == [("finished", 8), ("stopped", 4)]
+    assert found["best"][RATE] == next(rate for rate, how in status.items() if how == ("finished", 8))
+    # killed after the first rung was decided: the rest is found again, models and all
+    resumed = Trials(tmp_path / "resumed.parquet")
+    resumed.add([row for row in file.rows if row["rounds"] == 2])
+    tune(config, tuning, resumed)
+    by_rate = {row[RATE]: row for row in file.rows}
+    assert len(resumed.rows) == 4
+    for row in resumed.rows:
+        same(row, by_rate[row[RATE]])
+
+
+def test_adaptive_search_runs_in_batches_and_goes_on(tmp_path):
+    pytest.importorskip("optuna")
+    tuning = Tuning(over={RATE: "loguniform(1e-3, 1)"}, search="adaptive", trials=4, batch=2)
+    file = Trials(tmp_path / "a.parquet")
+    tune(small("rounds=2"), tuning, file)
+    assert [row["together"] for row in file.rows] == [2, 2, 2, 2]
+    resumed = Trials(tmp_path / "b.parquet")
+    resumed.add(file.rows[:2])
+    tune(small("rounds=2"), tuning, resumed)
+    assert [row[RATE] for row in resumed.rows] == [row[RATE] for row in file.rows]
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("over", "more", "words"),
+    [
+        ({"algorithm.client_rate": [0.1]}, {}, ["client_rate", "client_lr"]),
+        ({"algoritm.client_lr": [0.1]}, {}, ["algoritm", "algorithm"]),
+        ({RATE: ["fast"]}, {}, ["client_lr", "fast"]),
+        ({RATE: [0.1, -1.0]}, {}, ["client_lr", "-1"]),
+        ({"algorithm.epochs": [0.5]}, {}, ["epochs", "0.5"]),
+        ({"cohort": [4, 9]}, {}, ["cohort = 9", "8 clients"]),
+        ({"seed": [1, 2]}, {}, ["seeds"]),
+        ({"rounds": [1, 2]}, {}, ["rounds"]),
+        ({"engine.chunk": [1, 2]}, {}, ["engine.chunk", "results"]),
+        ({"transforms.0.bound": [1.0]}, {}, ["transforms"]),
+        ({RATE: "uniform(0,1)"}, {}, ["number of points"]),
+        ({RATE: [0.1]}, {"trials": 3}, ["trials"]),
+        ({RATE: [0.1]}, {"metric": "f1"}, ["f1", "validation_accuracy", "train/loss"]),
+        ({RATE: [0.1]}, {"seed": 0}, ["seed = 0"]),
+        ({RATE: "linspace(0.1,1,500)", "algorithm.alpha": "linspace(0,1,500)"}, {}, ["250,000 points", "100,000"]),
+        ({}, {}, ["nothing to sweep over"]),
+    ],
+)
+def test_bad_sweeps_are_refused_before_anything_runs(over, more, words, tmp_path):
+    with pytest.raises(ValueError) as error:
+        run_sweep(small(), Tuning(over=over, **more), tmp_path / "out")
+    assert all(word in str(error.value) for word in words), str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_point_that_cannot_fit_says_how_large_it_is(monkeypatch):
+    config = small()
+    data = build(config).data
+    monkeypatch.setattr("fedbraid.experiment.many.free_memory", lambda device: 1000)
+    with pytest.raises(ConfigError, match=r"one point of this sweep needs .* GB and there are .* GB to use"):
+        Together(config, data, [RATE], points=2, test=data.test)
+
+
+def test_trials_of_another_format_are_refused(tmp_path, monkeypatch):
+    file = tmp_path / "trials.parquet"
+    monkeypatch.setattr("fedbraid.experiment.trials.FORMAT", 99)
+    Trials(file, {"version": "9.9"}).add([{"point": 0}])
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match=r"format 99.*9\.9"):
+        read_trials(file)
+    file.write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match="cannot read"):
+        Trials(file)
+
+
+def test_the_command_sweeps_and_says_what_to_do_next(tmp_path):
+    out = tmp_path / "cli"
+    settings = [part for value in (*SMALL, "rounds=2") for part in ("--set", value)]
+    over = ["--over", f"{RATE}=logspace(-2,-1,2)"]
+    app = make_app()
+    done = CliRunner().invoke(app, ["sweep", *settings, *over, "--out", str(out), "--json"])
+    assert done.exit_code == 0, done.output
+    summary = json.loads(done.stdout)
+    assert summary["points"] == 2
+    assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    for arguments, word in (
+        (["sweep", *settings, *over, "--out", str(out)], "not empty"),
+        (["sweep", "--over", "algorithm.client_lr"], "KEY=VALUES"),
+        (["sweep", "--resume", str(tmp_path)], "no sweep.toml"),
+        (["sweep", "--resume", str(out), "--seeds", "3"], "leave out"),
+    ):
+        refused = CliRunner().invoke(app, arguments)
+        assert isinstance(refused.exception, ValueError)
+        assert word in str(refused.exception)
