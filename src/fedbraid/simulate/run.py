@@ -227,12 +227,23 @@ def _place(tree: PyTree, mesh: Mesh) -> PyTree:
     return jax.device_put(tree, replicated(mesh))
 
 
+def _host(value: Any) -> Any:
+    """A NumPy array, unless it is traced: history is kept by the host, where a new length compiles nothing."""
+    return value if is_traced(value) else np.asarray(value)
+
+
+def _module(values: list[Any]) -> Any:
+    return jnp if any(map(is_traced, values)) else np
+
+
 def _join(logs: list[dict[str, Any]]) -> dict[str, Any]:
-    return {name: jnp.concatenate([log[name] for log in logs]) for name in logs[0]} if logs else {}
+    columns = {name: [log[name] for log in logs] for name in logs[0]} if logs else {}
+    return {name: _module(parts).concatenate(parts) for name, parts in columns.items()}
 
 
 def _stack(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return {name: jnp.stack([row[name] for row in rows]) for name in rows[0]} if rows else {}
+    columns = {name: [_host(row[name]) for row in rows] for name in rows[0]} if rows else {}
+    return {name: _module(parts).stack(parts) for name, parts in columns.items()}
 
 
 class _Run:
@@ -337,11 +348,10 @@ class _Run:
             self.server, self.states, log = self.engine.rounds(
                 self.server, self.states, portion.arrays, portion.slots, portion.first, portion.number, self.seed_key
             )
-        log = {name: column[: portion.number] for name, column in log.items()}
+        log = {name: _host(column)[: portion.number] for name, column in log.items()}
         for exchange in self.traffic.exchanges:
-            arrived = log[f"{exchange.name}/arrived"]
-            log[f"{exchange.name}/bytes_down"] = jnp.full(portion.number, self.feed.plan.cohort * float(exchange.down))
-            log[f"{exchange.name}/bytes_up"] = arrived * float(exchange.up)
+            log[f"{exchange.name}/bytes_down"] = np.full(portion.number, self.feed.plan.cohort * float(exchange.down))
+            log[f"{exchange.name}/bytes_up"] = log[f"{exchange.name}/arrived"] * float(exchange.up)
         self.logs.append(log)
         self.done += portion.number
         loads = [load for row in portion.loads for load in row]
