@@ -13,7 +13,7 @@ from fedbraid.cli.main import make_app
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.experiment import ConfigError, build, load_config, search, sweep
 from fedbraid.experiment.many import Together, traceable, with_values
-from fedbraid.experiment.sweep import Tuning, hold_out_validation, run_sweep, tune
+from fedbraid.experiment.sweep import Lab, Tuning, hold_out_validation, run_sweep, tune
 from fedbraid.experiment.trials import Criterion, Trials, best_point, read_trials
 
 pytestmark = pytest.mark.xdist_group("sweep")  # compiled programs are shared through the cache
@@ -313,7 +313,8 @@ def test_the_test_set_plays_no_part(swept, monkeypatch):
         ),
     )
     found = Trials(None)
-    tune(small(), tuning.model_copy(update={"over": {RATE: [0.03, 0.3], "algorithm.epochs": [1]}, "seeds": 1}), found)
+    few = tuning.model_copy(update={"over": {RATE: [0.03, 0.3], "algorithm.epochs": [1]}, "seeds": 1})
+    tune(Lab(small(), few), found)
     honest = {(r[RATE], r["algorithm.epochs"], r["seed"]): r for r in read_trials(out / "trials.parquet")}
     for row in found.rows:
         assert row["score"] == pytest.approx(honest[row[RATE], 1, 1000]["score"], abs=1e-6)
@@ -341,7 +342,7 @@ def test_chunks_do_not_change_the_trials(swept):
     _, out, tuning = swept
     found = Trials(None)
     chunked = tuning.model_copy(update={"over": {RATE: [0.03, 0.3, NAN], "algorithm.epochs": [1]}, "at_once": 1})
-    tune(small(), chunked.model_copy(update={"seeds": 1}), found)
+    tune(Lab(small(), chunked.model_copy(update={"seeds": 1})), found)
     assert {row["together"] for row in found.rows} == {1}
     whole = {(r[RATE], r["seed"]): r for r in read_trials(out / "trials.parquet") if r["algorithm.epochs"] == 1}
     for row in found.rows:
@@ -354,7 +355,7 @@ def test_halving_stops_the_worse_and_can_go_on(tmp_path):
     tuning = Tuning(over={RATE: [1e-6, 0.03, 0.3, NAN]}, halving=2, last=2)
     config = small("rounds=8")
     file = Trials(tmp_path / "trials.parquet")
-    found = tune(config, tuning, file)
+    found = tune(Lab(config, tuning), file)
     status = {row[RATE]: (row["status"], row["rounds"]) for row in file.rows}
     assert status[NAN] == ("diverged", 2)
     assert status[1e-6] == ("stopped", 2)
@@ -363,7 +364,7 @@ def test_halving_stops_the_worse_and_can_go_on(tmp_path):
     # killed after the first rung was decided: the rest is found again, models and all
     resumed = Trials(tmp_path / "resumed.parquet")
     resumed.add([row for row in file.rows if row["rounds"] == 2])
-    tune(config, tuning, resumed)
+    tune(Lab(config, tuning), resumed)
     by_rate = {row[RATE]: row for row in file.rows}
     assert len(resumed.rows) == 4
     for row in resumed.rows:
@@ -374,11 +375,11 @@ def test_adaptive_search_runs_in_batches_and_goes_on(tmp_path):
     pytest.importorskip("optuna")
     tuning = Tuning(over={RATE: "loguniform(1e-3, 1)"}, search="adaptive", trials=4, batch=2)
     file = Trials(tmp_path / "a.parquet")
-    tune(small("rounds=2"), tuning, file)
+    tune(Lab(small("rounds=2"), tuning), file)
     assert [row["together"] for row in file.rows] == [2, 2, 2, 2]
     resumed = Trials(tmp_path / "b.parquet")
     resumed.add(file.rows[:2])
-    tune(small("rounds=2"), tuning, resumed)
+    tune(Lab(small("rounds=2"), tuning), resumed)
     assert [row[RATE] for row in resumed.rows] == [row[RATE] for row in file.rows]
 
 

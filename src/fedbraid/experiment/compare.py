@@ -39,7 +39,7 @@ from fedbraid.experiment import runfolder
 from fedbraid.experiment.build import assemble, load_named
 from fedbraid.experiment.config import Config, ConfigError, dump, parse, read_tree, sentences
 from fedbraid.experiment.many import Outcome, Together, with_values
-from fedbraid.experiment.sweep import News, Tuning, parse_tuning, tune
+from fedbraid.experiment.sweep import Lab, News, Tuning, hold_out_validation, parse_tuning, tune
 from fedbraid.experiment.trials import Criterion, Trials, pick_metric
 
 __all__ = ["Comparison", "Method", "Protocol", "cohorts_of", "load_comparison", "reopen_comparison", "run_comparison"]
@@ -226,6 +226,9 @@ def run_comparison(
         raise ConfigError(f"the data {base.data.name!r} has no test split to compare on; set data.test_fraction")
     costs = [cost(one.algorithm, one.params, data.train) for one in built]
     cohorts = cohorts_of(settings.protocol, cohort, costs)
+    configs = [comparison.config(i, cohorts[i]) for i in range(len(built))]
+    held = hold_out_validation(data, comparison.tuning.validation, comparison.tuning.seed)
+    labs = [_lab(comparison, i, config, data, held) for i, config in enumerate(configs)]
     if not resume:
         out.mkdir(parents=True, exist_ok=True)
         _write(out / COMPARE, comparison)
@@ -233,19 +236,18 @@ def run_comparison(
     trials = Trials(out / TRIALS, about)
     table, criterion, tuned_on = [], None, None
     for i, method in enumerate(comparison.methods):
-        config = comparison.config(i, cohorts[i])
+        config, lab = configs[i], labs[i]
         tell = None if on_news is None else (lambda news, label=method.label: on_news(label, news))
-        tuning = comparison.tuning_of(i)
         tuned: dict[str, Any] = {"best": {}, "at_edge": [], "criterion": None, "diverged": 0, "trials": 0}
-        if tuning is not None:
-            tuned = tune(config, tuning, trials, data=data, label={"method": method.label}, on_news=tell)
+        if lab is not None:
+            tuned = tune(lab, trials, label={"method": method.label}, on_news=tell)
             tuned_on = tuned["tuned_on"]
         row: dict[str, Any] = {
             "label": method.label,
             "algorithm": method.name,
             "cohort": cohorts[i],
             "bytes_per_client": {"down": costs[i].down, "up": costs[i].up, "models": costs[i].multiple},
-            "tuned_over": [] if tuning is None else list(tuning.over),
+            "tuned_over": [] if lab is None else list(lab.space),
             "tuned_by": tuned["criterion"],
             "best": tuned["best"],
             "at_edge": tuned["at_edge"],
@@ -278,6 +280,16 @@ def run_comparison(
     (out / SUMMARY).write_text(json.dumps(summary, indent=1))
     _draw(out, summary)
     return summary
+
+
+def _lab(
+    comparison: Comparison, i: int, config: Config, data: FederatedData, held: tuple[FederatedData, str]
+) -> Lab | None:
+    tuning = comparison.tuning_of(i)
+    try:
+        return None if tuning is None else Lab(config, tuning, data, held)
+    except ValueError as error:
+        raise ConfigError(f"method {comparison.methods[i].label!r}: {error}") from None
 
 
 def _draw(out: Path, summary: Mapping[str, Any]) -> None:

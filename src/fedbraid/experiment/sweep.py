@@ -36,7 +36,7 @@ from fedbraid.experiment.config import Config, ConfigError, dump, parse, read_tr
 from fedbraid.experiment.many import Outcome, Point, Together, measured, traceable, with_values
 from fedbraid.experiment.trials import Criterion, Row, Trials, best_point, pick_metric
 
-__all__ = ["News", "Tuning", "hold_out_validation", "load_sweep", "reopen_sweep", "run_sweep", "tune"]
+__all__ = ["Lab", "News", "Tuning", "hold_out_validation", "load_sweep", "reopen_sweep", "run_sweep", "tune"]
 
 SWEEP, TRIALS, BEST, SUMMARY, PICTURE = "sweep.toml", "trials.parquet", "best.toml", "summary.json", "sweep.png"
 MOST_TRIALS, TRIES = 100_000, 32  # at most; and the points of a search that says nothing
@@ -119,23 +119,29 @@ class News(NamedTuple):
     doing: str
 
 
-class _Lab:
-    """Data, programs and criterion of one tuning."""
+class Lab:
+    """The data, the programs and the criterion of one tuning, checked.
 
-    def __init__(self, config: Config, tuning: Tuning, data: FederatedData | None = None) -> None:
+    data: what ``config`` names, if it is loaded already; held: what `hold_out_validation` made of it, if it did.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tuning: Tuning,
+        data: FederatedData | None = None,
+        held: tuple[FederatedData, str] | None = None,
+    ) -> None:
         self.config, self.tuning, self.space = config, tuning, tuning.space
-        self.raw: dict[str, FederatedData] = {}
-        if data is not None:
-            self.raw[_data_key(config)] = data
-        self.data: dict[str, FederatedData] = {}
-        self.split_by = ""
+        self.raw = {} if data is None else {_data_key(config): data}
+        self.data, self.split_by = ({}, "") if held is None else ({_data_key(config): held[0]}, held[1])
         self.check()
         values = {key: search.values_of(one) for key, one in self.space.items()}
         first = with_values(config, {key: every[0] for key, every in values.items()})
-        held = self.data_of(first)
-        metric = pick_metric(tuning.metric, *measured(assemble(first, held), held, PREFIX), PREFIX)
+        tuned_on = self.data_of(first)
+        metric = pick_metric(tuning.metric, *measured(assemble(first, tuned_on), tuned_on, PREFIX), PREFIX)
         self.criterion = Criterion(metric, tuning.last, tuning.target)
-        self.traced = traceable(first, held, values)
+        self.traced = traceable(first, tuned_on, values)
         self.programs: dict[Any, Together] = {}
         self.compiled = 0
 
@@ -253,24 +259,18 @@ def _between(column: np.ndarray, rounds: np.ndarray) -> np.ndarray:
 
 
 def tune(
-    config: Config,
-    tuning: Tuning,
+    lab: Lab,
     trials: Trials | None = None,
     *,
-    data: FederatedData | None = None,
     label: Mapping[str, Any] | None = None,
     on_news: Callable[[News], Any] | None = None,
 ) -> dict[str, Any]:
-    """Try points as ``tuning`` says and return the best one with what it was chosen by; rows go to ``trials``.
+    """Try points as the tuning says and return the best one with what it was chosen by; rows go to ``trials``.
 
-    ``data``: what ``config`` names, if it is loaded already. ``label``: columns that mark the rows of this tuning among
-    others in the same file. Trials that are in the file already are not run again.
+    ``label``: columns that mark the rows of this tuning among others in the same file. Trials that are in the file
+    already are not run again.
     """
-    trials = Trials(None) if trials is None else trials
-    return _tune(_Lab(config, tuning, data), trials, dict(label or {}), on_news)
-
-
-def _tune(lab: _Lab, trials: Trials, label: dict[str, Any], on_news: Callable | None) -> dict[str, Any]:
+    trials, label = Trials(None) if trials is None else trials, dict(label or {})
     tuning = lab.tuning
     work = _Work(lab, trials, label, on_news)
     began = time.perf_counter()
@@ -308,7 +308,7 @@ def _tune(lab: _Lab, trials: Trials, label: dict[str, Any], on_news: Callable | 
 class _Work:
     """One tuning on its way."""
 
-    def __init__(self, lab: _Lab, trials: Trials, label: dict[str, Any], on_news: Callable | None) -> None:
+    def __init__(self, lab: Lab, trials: Trials, label: dict[str, Any], on_news: Callable | None) -> None:
         self.lab, self.trials, self.label, self.on_news = lab, trials, label, on_news
         self.seeds, self.rounds = lab.tuning.seed_list, lab.config.rounds
         self.spent = self.planned = 0  # rounds times points
@@ -514,13 +514,13 @@ def run_sweep(
     """
     if not resume and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not empty: choose another --out, or continue it with --resume {out}")
-    lab = _Lab(config, tuning)  # whatever is wrong is said before a folder is made
+    lab = Lab(config, tuning)  # whatever is wrong is said before a folder is made
     if not resume:
         out.mkdir(parents=True, exist_ok=True)
         write_sweep(out / SWEEP, config, tuning)
     about = {"version": fedbraid.__version__, "kind": "sweep", "keys": list(tuning.over)}
     trials = Trials(out / TRIALS, about)
-    found = _tune(lab, trials, {}, on_news)
+    found = tune(lab, trials, on_news=on_news)
     summary = {
         "kind": "sweep",
         "version": fedbraid.__version__,

@@ -1,0 +1,241 @@
+"""Comparisons: equal by construction, and what the table says is what the runs did."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from fedbraid import algorithms, cost
+from fedbraid.cli.main import make_app
+from fedbraid.experiment import ConfigError, load_config, run_config
+from fedbraid.experiment.compare import cohorts_of, load_comparison, reopen_comparison, run_comparison
+from fedbraid.experiment.report import collect, page_data
+from fedbraid.experiment.runfolder import read_clients, read_metrics
+from fedbraid.experiment.trials import read_trials
+
+pytestmark = pytest.mark.xdist_group("compare")
+
+TOML = """
+rounds = 6
+cohort = 4
+data = { name = "digits", clients = 8 }
+model = { name = "softmax_regression" }
+evaluation = { every = 2 }
+algorithm = { batch_size = 10 }
+compare = { seeds = 2, last = 4, target = 0.35, drift = 1 }
+sweep = { validation = 0.25 }
+
+[[methods]]
+label = "one"
+name = "fedavg"
+over = { client_lr = [0.01, 0.1] }
+
+[[methods]]
+label = "two"
+name = "fedavg"
+over = { client_lr = [0.01, 0.1] }
+
+[[methods]]
+label = "lost"
+name = "fedavg"
+over = { client_lr = [1e37, 1e38] }
+
+[[methods]]
+label = "as it is"
+name = "fedavg"
+client_lr = 0.05
+"""
+
+
+def loss(params, batch, key):
+    return jnp.sum(params**2) + jnp.mean(batch["x"])
+
+
+def costs(*members):
+    data = {"x": np.zeros((5, 1), np.float32)}
+    return [cost(make(loss), jnp.zeros(1000), data) for make in members]
+
+
+def method(name, base=None):
+    factory = getattr(algorithms, name)
+    return (lambda f: factory(f)) if base is None else (lambda f: factory(f, base=base, protocol="split-cohort"))
+
+
+@pytest.mark.parametrize(("fedavg", "expected"), [(20, [20, 8, 8, 6, 6, 6, 5]), (50, [50, 20, 20, 16, 16, 16, 14])])
+def test_equal_total_communication_gives_the_clients_of_the_mime_paper(fedavg, expected):
+    """Karimireddy et al. (2021), Table 4: EMNIST and Shakespeare (20 clients), StackOverflow (50)."""
+    rows = [
+        method("fedavg"),
+        method("mimelite", "momentum"),
+        method("mimelite", "adagrad"),
+        method("mimelite", "adam"),
+        method("mime", "momentum"),
+        method("mime", "adagrad"),
+        method("mime", "adam"),
+    ]
+    assert cohorts_of("total-communication", fedavg, costs(*rows)) == expected
+
+
+def test_equal_client_communication_counts_what_goes_up():
+    both = costs(method("fedavg"), method("mime", "momentum"), method("scaffold"))
+    # a pair of the split cohort sends two models up, SCAFFOLD's client too
+    assert cohorts_of("client-communication", 20, both) == [20, 10, 10]
+    assert cohorts_of("rounds", 20, both) == [20, 20, 20]
+    with pytest.raises(ConfigError, match="no client"):
+        cohorts_of("total-communication", 1, both)
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compared")
+    (folder / "c.toml").write_text(TOML)
+    out = folder / "out"
+    return run_comparison(load_comparison(folder / "c.toml"), out), out
+
+
+def rows_of(summary):
+    return {row["label"]: row for row in summary["methods"]}
+
+
+def test_a_method_beside_itself_comes_out_the_same(compared):
+    """Same cohorts, same initial model, same grid: nothing is left to differ in."""
+    summary, out = compared
+    one, two = rows_of(summary)["one"], rows_of(summary)["two"]
+    for name in ("best", "score", "deviation", "rounds_to_target", "bytes_to_target", "clients", "bytes"):
+        assert one[name] == two[name]
+    a, b = (read_metrics(out / row["folder"] / "seed-1") for row in (one, two))
+    for name, column in a.items():
+        if name != "seconds":
+            np.testing.assert_array_equal(column, b[name])
+
+
+def test_the_table_is_what_the_run_folders_hold(compared):
+    summary, out = compared
+    row = rows_of(summary)["one"]
+    scores, rounds, sent, tenth, worst = [], [], [], [], []
+    for seed in (0, 1):
+        table = read_metrics(out / "one" / f"seed-{seed}")
+        evaluated = table["test_accuracy"][np.array([1, 3, 5])]
+        scores.append(evaluated[1:].mean())  # the last 4 rounds were evaluated twice
+        reached = next(i for i, value in zip((2, 4, 6), evaluated, strict=True) if value >= 0.35)
+        rounds.append(reached)
+        sent.append((64 * 10 + 10) * 4 * 2 * 4 * reached)  # bytes of the model, both ways, 4 clients
+        clients = read_clients(out / "one" / f"seed-{seed}")["test_accuracy"]
+        tenth.append(np.nanpercentile(clients, 10))
+        worst.append(np.nanmin(clients))
+    assert row["score"] == pytest.approx(np.mean(scores))
+    assert row["deviation"] == pytest.approx(np.std(scores, ddof=1))
+    assert row["rounds_to_target"] == np.mean(rounds)
+    assert row["bytes_to_target"] == np.mean(sent)
+    assert row["clients"]["p10"] == pytest.approx(np.mean(tenth))
+    assert row["clients"]["worst"] == pytest.approx(np.mean(worst))
+    assert summary["tuned_on"] == "25% of every client's training examples, seed 1000"
+
+
+def test_a_run_of_a_comparison_can_be_repeated_alone(compared, tmp_path):
+    _, out = compared
+    place = out / "one" / "seed-1"
+    run_config(load_config(place / "config.toml"), tmp_path / "again")
+    again, there = read_metrics(tmp_path / "again"), read_metrics(place)
+    for name in ("train/loss", "test_loss", "bytes_up"):
+        np.testing.assert_allclose(again[name], there[name], rtol=1e-4)
+    np.testing.assert_allclose(
+        read_clients(tmp_path / "again")["test_loss"], read_clients(place)["test_loss"], rtol=1e-3
+    )
+
+
+def test_a_method_that_only_diverges_is_told_and_stops_no_other(compared):
+    summary, out = compared
+    lost = rows_of(summary)["lost"]
+    assert lost["best"] is None
+    assert (lost["trials"], lost["trials_diverged"]) == (2, 2)
+    assert "score" not in lost
+    assert sum(row["status"] == "diverged" for row in read_trials(out / "trials.parquet")) == 2
+    assert rows_of(summary)["as it is"]["trials"] == 0  # no grid, nothing tuned
+    assert rows_of(summary)["as it is"]["score"] > 0
+
+
+def test_a_stopped_comparison_goes_on(compared):
+    summary, out = compared
+    kept = (out / "one" / "seed-0" / "metrics.parquet").stat().st_mtime_ns
+    (out / "two" / "seed-1" / "summary.json").unlink()
+    again = run_comparison(reopen_comparison(out), out, resume=True)
+    assert (out / "one" / "seed-0" / "metrics.parquet").stat().st_mtime_ns == kept
+    ours, theirs = rows_of(again)["two"], rows_of(summary)["two"]
+    assert ours["scores"] == pytest.approx(theirs["scores"], rel=1e-5)
+
+
+def test_its_report_has_everything(compared):
+    _, out = compared
+    found = collect([out])
+    assert list(found.groups) == ["one", "two", "as it is"]
+    assert [tuned.label for tuned in found.tunings] == ["one", "two", "lost"]
+    assert any("lost: every point" in notice for notice in found.notices)
+    page = page_data(found)
+    assert len(page["curves"]["test_accuracy"]["series"]) == 3
+    drift = page["drift"][0]["rounds"]
+    assert drift[0][0] == 0  # clients start from one model
+    assert max(drift[0]) > 0
+    assert [point["status"] for point in page["tunings"][2]["points"]] == ["diverged", "diverged"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("[[methods]]", "[[method]]"), ["nothing to compare", "[[methods]]"]),
+        (("algorithm = {", 'algorithm = { name = "fedavg", '), ["[[methods]]"]),
+        (("seeds = 2", "seed = 2"), ["'seed'", "[compare]", "did you mean 'seeds'"]),
+        (("seeds = 2", 'protocol = "bytes"'), ["compare.protocol", "bytes", "total-communication"]),
+        (('label = "two"', 'label = "one"'), ["methods[1].label", "one"]),
+        (('label = "two"', 'label = "One"'), ["methods[1].label"]),
+        (("validation = 0.25", "over = { x = 1 }"), ["[[methods]]"]),
+        (("validation = 0.25", "seed = 1"), ["[1]", "sweep.seed"]),
+        (("over = { client_lr = [0.01, 0.1] }", 'over = { "data.alpha" = [1, 2] }'), ["data.alpha", "same for all"]),
+        (('name = "fedavg"\nover', "over"), ["methods[0].name"]),
+    ],
+)
+def test_bad_comparisons_are_refused(change, words, tmp_path):
+    assert change[0] in TOML
+    (tmp_path / "c.toml").write_text(TOML.replace(*change))
+    with pytest.raises(ConfigError) as error:
+        load_comparison(tmp_path / "c.toml")
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_unknown_options_and_names_are_refused_before_anything_runs(tmp_path):
+    for change, word in (
+        (('name = "fedavg"', 'name = "fedavgg"'), "fedavgg"),
+        (("client_lr = [", "client_rate = ["), "client_rate"),
+    ):
+        (tmp_path / "c.toml").write_text(TOML.replace(*change))
+        with pytest.raises(ConfigError, match=word):
+            run_comparison(load_comparison(tmp_path / "c.toml"), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+def test_the_embedded_comparison_is_valid():
+    comparison = load_comparison(settings=["compare.seeds=5", "rounds=7"])
+    assert comparison.settings.seeds == 5
+    assert comparison.base.rounds == 7
+    assert len(comparison.methods) == 5
+    assert comparison.config(0).algorithm.options == {"epochs": 2}
+
+
+def test_the_command_refuses_politely(compared, tmp_path):
+    _, out = compared
+    app = make_app()
+    for arguments, word in (
+        (["compare", "--out", str(out)], "not empty"),
+        (["compare", "--resume", str(tmp_path)], "no compare.toml"),
+        (["compare", "--resume", str(out), "--protocol", "rounds"], "leave out"),
+    ):
+        refused = CliRunner().invoke(app, arguments)
+        assert isinstance(refused.exception, ValueError)
+        assert word in str(refused.exception)
+    done = CliRunner().invoke(app, ["compare", "--resume", str(out), "--json"])
+    assert json.loads(done.stdout)["kind"] == "compare"
+    told = CliRunner().invoke(app, ["compare", "--resume", str(out)])
+    assert "diverged" in told.stdout
+    assert "fedbraid report" in told.stdout
