@@ -1,0 +1,427 @@
+"""Reports: the page holds what the folders hold, fetches nothing, and works in a real browser."""
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from fedbraid import algorithms, transforms
+from fedbraid.cli.main import make_app
+from fedbraid.experiment import ConfigError, load_config, runfolder
+from fedbraid.experiment.config import dump
+from fedbraid.experiment.figures import tuning_plot
+from fedbraid.experiment.report import citation, collect, config_difference, page_data, write_report
+from fedbraid.experiment.sweep import Tuning, write_sweep
+from fedbraid.experiment.trials import write_trials
+
+RATE, SERVER = "algorithm.client_lr", "algorithm.server_lr"
+ROUNDS = 40
+ARTIFACTS = Path(__file__).parents[2] / "artifacts"
+
+
+def curve(rate, seed):
+    """A made-up run, by a formula that the tests know."""
+    rounds = np.arange(1, ROUNDS + 1)
+    return rounds, 1 - np.exp(-rate * rounds) + 0.01 * seed
+
+
+def a_run(folder, *settings, seed=0, rate=0.1, finished=True):
+    """A run folder without a run."""
+    config = load_config(settings=[f"rounds={ROUNDS}", f"seed={seed}", f"{RATE}={rate}", *settings])
+    folder.mkdir(parents=True)
+    (folder / runfolder.CONFIG).write_text(dump(config))
+    rounds, accuracy = curve(rate, seed)
+    history = {"train/loss": np.exp(-rate * rounds), "train/bytes_down": np.full(ROUNDS, 500.0)}
+    history["train/bytes_up"] = np.full(ROUNDS, 300.0)
+    evaluations = {"round": rounds[9::10], "test_accuracy": accuracy[9::10], "test_loss": 2 - accuracy[9::10]}
+    table = runfolder.columns(history, evaluations, ROUNDS) | {"seconds": 0.5 * rounds}
+    runfolder.write_metrics(folder, table)
+    runfolder.write_clients(folder, {"test_accuracy": np.array([0.5, np.nan, 0.9, 0.1])})
+    final = {name: float(column[-1]) for name, column in evaluations.items() if name != "round"}
+    summary = {"algorithm": config.algorithm.name, "finished": finished, "rounds": ROUNDS, "seconds": 20.0}
+    runfolder.write_summary(folder, summary | {"final": final, "bytes": {"down": 500 * ROUNDS, "up": 300 * ROUNDS}})
+    return folder
+
+
+def trial(i, rate, server, score, status="finished", seed=1000):
+    own = {"point": i, "seed": seed, RATE: rate, SERVER: server, "status": status, "rounds": 40}
+    return own | {"metric": "validation_accuracy", "score": score, "rounds_to_target": None}
+
+
+TRIALS = [
+    trial(0, 0.1, 1.0, 0.5),
+    trial(0, 0.1, 1.0, 0.7, seed=1001),
+    trial(1, 0.1, 3.0, 0.9),
+    trial(2, 1.0, 1.0, 0.8),
+    trial(3, 1.0, 3.0, None, "diverged"),
+]
+
+
+def a_sweep(folder):
+    folder.mkdir()
+    keys = {RATE: [0.1, 1.0], SERVER: [1.0, 3.0]}
+    write_sweep(folder / "sweep.toml", load_config(), Tuning(over=keys))
+    write_trials(folder / "trials.parquet", TRIALS, {"version": "0.1.0"})
+    summary = {"kind": "sweep", "algorithm": "fedavg", "keys": list(keys), "best": {RATE: 0.1, SERVER: 3.0}}
+    (folder / "summary.json").write_text(json.dumps(summary | {"criterion": "highest validation_accuracy"}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    return [
+        a_run(root / "slow", seed=0),
+        a_run(root / "slow-again", seed=1),
+        a_run(root / "fast", "algorithm.name=fedavgm", rate=0.3),
+        a_sweep(root / "sweep"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def page(folders, tmp_path_factory):
+    out = tmp_path_factory.mktemp("page") / "report.html"
+    written = write_report(collect(folders), out, title="A </script> & <b>title")
+    return out, written
+
+
+def data_of(out):
+    return json.loads(re.search(r'id="data">(.*?)</script>', out.read_text(), re.S)[1])
+
+
+class Links(HTMLParser):
+    """Everything that a page could fetch, and whether its elements close."""
+
+    def __init__(self):
+        super().__init__()
+        self.fetched, self.open = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.fetched += [value for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+        if tag not in ("meta", "link", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_one_file_that_fetches_nothing(page):
+    out, written = page
+    text = out.read_text()
+    links = Links()
+    links.feed(text)
+    assert links.open == []
+    assert links.fetched == ["data:,"]
+    assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|import\(", text)
+    assert "default-src 'none'" in text  # and the browser holds it to that
+    assert written["bytes"] == len(text.encode()) < 200_000
+
+
+def test_titles_cannot_break_out(page):
+    text = page[0].read_text()
+    assert "<h1>A &lt;/script&gt; &amp; &lt;b&gt;title</h1>" in text
+    assert "</script> & <b>" not in text
+
+
+def test_curves_on_the_page_are_those_of_the_runs(page):
+    curves = data_of(page[0])["curves"]["test_accuracy"]["series"]
+    assert [one["label"] for one in curves] == ["slow", "fast"]  # the two that differ in their seed are one
+    slow = curves[0]["axes"]
+    rounds, zero = curve(0.1, 0)
+    one = curve(0.1, 1)[1]
+    np.testing.assert_allclose(slow["rounds"]["x"], [10, 20, 30, 40])
+    np.testing.assert_allclose(slow["rounds"]["mean"], (zero + one)[9::10] / 2, rtol=1e-5)
+    np.testing.assert_allclose(slow["rounds"]["low"], zero[9::10], rtol=1e-5)
+    np.testing.assert_allclose(slow["rounds"]["high"], one[9::10], rtol=1e-5)
+    np.testing.assert_allclose(slow["bytes"]["x"], 800.0 * rounds[9::10])
+    np.testing.assert_allclose(slow["seconds"]["x"], 0.5 * rounds[9::10])
+    np.testing.assert_allclose(slow["rounds"]["each"][1][1], one[9::10], rtol=1e-5)
+    assert curves[0]["seeds"] == [0, 1]
+
+
+def test_clients_are_sorted_from_worst_to_best_without_the_empty(page):
+    clients = data_of(page[0])["clients"]["test_accuracy"]
+    assert clients[1] == {"label": "fast", "values": [0.1, 0.5, 0.9]}
+    assert clients[0]["values"] == [0.1, 0.1, 0.5, 0.5, 0.9, 0.9]  # both seeds
+
+
+def test_maps_show_means_over_seeds_and_what_diverged(page):
+    tuning = data_of(page[0])["tunings"][0]
+    assert (tuning["kind"], tuning["x"], tuning["y"]) == ("map", RATE, SERVER)
+    cells = {(tuning["xs"][c["x"]], tuning["ys"][c["y"]]): (c["score"], c["status"]) for c in tuning["cells"]}
+    assert cells == {
+        (0.1, 1.0): (0.6, "finished"),
+        (0.1, 3.0): (0.9, "finished"),
+        (1.0, 1.0): (0.8, "finished"),
+        (1.0, 3.0): (None, "diverged"),
+    }
+
+
+def test_a_map_of_two_among_three_keys_shows_the_best_over_the_third():
+    rows = [
+        trial(i, rate, 1.0, score) | {"algorithm.epochs": e}
+        for i, (rate, e, score) in enumerate(
+            [(0.1, 1, 0.3), (0.1, 2, 0.4), (1.0, 1, 0.6), (1.0, 2, 0.5), (10.0, 1, 0.2), (10.0, 2, None)]
+        )
+    ]
+    rows[-1]["status"] = "diverged"
+    plot = tuning_plot(
+        [
+            row | {SERVER: s}
+            for s in (1.0, 3.0, 9.0)
+            for row in [
+                {**row, "point": row["point"] + 10 * s, "score": row["score"] and row["score"] + s / 100}
+                for row in rows
+            ]
+        ],
+        [RATE, SERVER, "algorithm.epochs"],
+    )
+    best = {(plot["xs"][c["x"]], plot["ys"][c["y"]]): c["score"] for c in plot["cells"]}
+    assert best[0.1, 3.0] == pytest.approx(0.43)
+    assert best[1.0, 9.0] == pytest.approx(0.69)
+    assert best[10.0, 1.0] == pytest.approx(0.21)  # the diverged one does not hide it
+
+
+def test_configurations_are_told_apart(page):
+    rows = config_difference(
+        {"a": load_config(settings=["seed=1"]), "b": load_config(settings=[f"{RATE}=0.5", "rounds=7"])}
+    )
+    assert dict(rows) == {RATE: [None, "0.5"], "rounds": ["200", "7"]}
+    text = page[0].read_text()
+    assert re.search(r"algorithm\.name</th><td>&quot;fedavg&quot;</td><td>&quot;fedavgm&quot;</td>", text)
+    assert "fedbraid run" in text
+    assert "--out NEW" in text
+
+
+def test_every_method_is_cited_with_a_year():
+    for name in algorithms.ALGORITHMS:
+        cited = citation("algorithm", name)
+        assert cited.about
+        assert re.search(r"\b(19|20)\d\d\b", cited.paper + cited.about), name
+    for name in transforms.TRANSFORMS:
+        assert citation("transform", name).about
+
+
+def test_every_plot_is_there_as_png_and_pdf(page):
+    out, written = page
+    names = {Path(path).name for path in written["plots"]}
+    wanted = {f"{m}-{a}" for m in ("test-accuracy", "test-loss", "train-loss") for a in ("rounds", "bytes", "seconds")}
+    wanted |= {"clients-test-accuracy", "tuning-fedavg-sweep"}
+    assert names == {f"{name}.{kind}" for name in wanted for kind in ("png", "pdf")}
+    for path in map(Path, written["plots"]):
+        assert path.parent == out.parent / "report-plots"
+        assert path.read_bytes().startswith(b"\x89PNG" if path.suffix == ".png" else b"%PDF")
+
+
+def test_long_curves_are_thinned_by_means(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedbraid.experiment.report.MOST_POINTS", 10)
+    found = collect([a_run(tmp_path / "long")])
+    line = page_data(found)["curves"]["train/loss"]["series"][0]["axes"]["rounds"]
+    values = np.exp(-0.1 * np.arange(1, ROUNDS + 1)).reshape(10, 4)
+    np.testing.assert_allclose(line["mean"], values.mean(1), rtol=1e-5)
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+def test_runs_on_different_data_are_told_on_the_page(folders, tmp_path):
+    other = a_run(tmp_path / "other", "data.clients=7")
+    write_report(collect([folders[0], other]), tmp_path / "r.html", plots=False)
+    notice = re.search(r'<ul id="notices">(.*?)</ul>', (tmp_path / "r.html").read_text())[1]
+    assert "different data" in notice
+    assert "clients: 7" in notice
+    assert collect(folders[:3]).notices == []
+
+
+def test_incomplete_and_foreign_folders_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        collect([tmp_path / "nowhere"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"no folder of a run.*config\.toml"):
+        collect([tmp_path / "empty"])
+    with pytest.raises(ConfigError, match=r"nothing to report"):
+        collect([])
+    for gone in ("summary.json", "metrics.parquet"):
+        folder = a_run(tmp_path / gone)
+        (folder / gone).unlink()
+        with pytest.raises(ConfigError, match=r"incomplete.*--resume"):
+            collect([folder])
+    with pytest.raises(ConfigError, match="stopped after round 40"):
+        collect([a_run(tmp_path / "stopped", finished=False)])
+    older = a_run(tmp_path / "older")
+    summary = json.loads((older / "summary.json").read_text())
+    (older / "summary.json").write_text(json.dumps(summary | {"format": 0, "version": "0.0.1"}))
+    with pytest.raises(ConfigError, match=r"format 0.*0\.0\.1"):
+        collect([older])
+    broken = a_run(tmp_path / "broken")
+    (broken / "metrics.parquet").write_bytes(b"PAR")
+    with pytest.raises(ConfigError, match=r"cannot read.*metrics\.parquet"):
+        collect([broken])
+    half = a_sweep(tmp_path / "half")
+    (half / "summary.json").unlink()
+    with pytest.raises(ConfigError, match=r"incomplete.*sweep --resume"):
+        collect([half])
+
+
+def test_the_command_writes_beside_the_first_folder(folders, tmp_path):
+    run = shutil.copytree(folders[0], tmp_path / "run")
+    done = CliRunner().invoke(make_app(), ["report", str(run), "--no-plots", "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["out"] == str(run / "report.html")
+    refused = CliRunner().invoke(make_app(), ["report", str(run), "--out", str(tmp_path)])
+    assert "is a folder" in str(refused.exception)
+
+
+# --- in a browser ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser():
+    binary = next(
+        (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+    )
+    driver = shutil.which("chromedriver")
+    if binary is None or driver is None:
+        pytest.skip("needs a browser: apt-get install chromium chromium-driver")
+    webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium: pip install selenium")
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    made = webdriver.Chrome(options=options, service=Service(driver))
+    yield made
+    made.quit()
+
+
+def screen(browser, width, height=900, scheme="light"):
+    device = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", device)
+    feature = {"name": "prefers-color-scheme", "value": scheme}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+
+
+def load(browser, out):
+    browser.get(out.as_uri())
+    ready = "return document.documentElement.dataset.ready === 'true' && !!document.querySelector('.plot svg')"
+    for _ in range(100):
+        if browser.execute_async_script(
+            f"const done = arguments[0]; requestAnimationFrame(() => done((() => {{{ready}}})()))"
+        ):
+            return
+    raise AssertionError("the plots were not drawn")
+
+
+def keep_picture(browser, name, scheme="light"):
+    height = browser.execute_script("return document.documentElement.scrollHeight")
+    width = browser.execute_script("return window.innerWidth")
+    screen(browser, width, height, scheme)
+    ARTIFACTS.mkdir(exist_ok=True)
+    browser.save_screenshot(str(ARTIFACTS / f"report-{name}.png"))
+
+
+BACKGROUND = "return getComputedStyle(document.body).backgroundColor"
+
+
+def test_it_loads_without_a_word_and_asks_for_nothing(browser, page):
+    screen(browser, 1100)
+    browser.get_log("performance")
+    load(browser, page[0])
+    assert browser.get_log("browser") == []
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    asked = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    assert {url.split(":")[0] for url in asked} <= {"file", "data"}
+    shown = browser.execute_script(
+        "return [...document.querySelectorAll('section:not([hidden]) h2')].map(h => h.textContent)"
+    )
+    assert shown == ["Results", "Curves", "Tuning", "Client by client", "What differs", "Methods", "Run it again"]
+    keep_picture(browser, "light")
+
+
+def test_hovering_shows_the_values(browser, page):
+    from selenium.webdriver import ActionChains, Keys
+
+    screen(browser, 1100)
+    load(browser, page[0])
+    plot = browser.find_element("css selector", "#curves .plot")
+    size = plot.size
+    ActionChains(browser).move_to_element_with_offset(plot, size["width"] // 2 - 20, 0).perform()
+    told = browser.find_element("css selector", "#curves .tip").text
+    assert "round 40" in told
+    fast, slow = curve(0.3, 0)[1][-1], (curve(0.1, 0)[1][-1] + curve(0.1, 1)[1][-1]) / 2
+    assert re.search(rf"fast\s+{fast:.4g}", told)
+    assert re.search(rf"slow\s+{slow:.4g}\s+\(", told)  # with its range over the seeds
+    assert told.index("fast") < told.index("slow") if fast > slow else told.index("slow") < told.index("fast")
+    cell = browser.find_element("css selector", "#tunings .cell")
+    ActionChains(browser).move_to_element(cell).perform()
+    assert "0.6" in browser.find_element("css selector", "#tunings .tip").text
+    assert browser.find_elements("css selector", "#curves .tip") == []  # the pointer left
+    browser.execute_script("arguments[0].focus()", plot)
+    plot.send_keys(Keys.ARROW_RIGHT)
+    assert "round 10" in browser.find_element("css selector", "#curves .tip").text  # without a pointer too
+
+
+def test_toggles_change_what_is_drawn(browser, page):
+    screen(browser, 1100)
+    load(browser, page[0])
+
+    def lines():
+        return browser.execute_script(
+            "return [...document.querySelectorAll('#curves .plot polyline')].map(l => l.getAttribute('points'))"
+        )
+
+    def press(selector):
+        browser.find_element("css selector", selector).click()
+
+    first = lines()
+    assert len(first) == 2
+    press("#curves [data-value='bytes']")
+    assert "bytes" in browser.find_element("css selector", "#curves .plot .label").text
+    press("#curves [data-value='rounds']")
+    assert lines() == first
+    press("#curves .legend button:nth-child(2)")
+    assert len(lines()) == 1
+    press("#curves .legend button:nth-child(2)")
+    buttons = {b.text: b for b in browser.find_elements("css selector", "#curves .controls > button")}
+    buttons["each seed"].click()
+    assert len(lines()) == 3
+    buttons["each seed"].click()
+    choice = browser.find_element("css selector", "#curves select")
+    browser.execute_script("arguments[0].value = 'train/loss'; arguments[0].dispatchEvent(new Event('change'))", choice)
+    assert buttons["log scale"].get_attribute("aria-pressed") == "true"
+    # exp(-rate t) on a log scale is a straight line
+    points = np.array([[float(v) for v in pair.split(",")] for pair in lines()[0].split()])
+    slopes = np.diff(points[:, 1]) / np.diff(points[:, 0])
+    np.testing.assert_allclose(slopes, slopes[0], rtol=1e-2)
+    assert browser.get_log("browser") == []
+
+
+def test_light_and_dark_follow_the_system_and_the_button(browser, page):
+    screen(browser, 1100, scheme="dark")
+    load(browser, page[0])
+    dark = browser.execute_script(BACKGROUND)
+    assert sum(map(int, re.findall(r"\d+", dark))) < 120
+    keep_picture(browser, "dark", "dark")
+    browser.find_element("id", "theme").click()
+    light = browser.execute_script(BACKGROUND)
+    assert light == "rgb(255, 255, 255)"
+    browser.find_element("id", "theme").click()
+    assert browser.execute_script(BACKGROUND) == dark
+
+
+def test_a_phone_can_read_it(browser, page):
+    screen(browser, 390)
+    load(browser, page[0])
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
+    small = browser.execute_script(
+        "return [...document.querySelectorAll('button, select')].filter(b => b.offsetHeight < 34).length"
+    )
+    assert small == 0
+    keep_picture(browser, "phone")
