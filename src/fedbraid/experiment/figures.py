@@ -140,7 +140,11 @@ def draw_tuning(
     axis.set_xlabel(short(plot["x"]))
     if plot["y"]:
         axis.set_ylabel(short(plot["y"]))
-    figure.suptitle(title or f"tuning: {plot['metric']}", x=0.01, ha="left", fontsize=11)
+    others = [short(key) for key in plot["keys"] if key not in (plot["x"], plot["y"])]
+    best = f"best over {', '.join(others)}" if plot["kind"] == "map" and others else ""
+    under = "; ".join(part for part in (str(found.get("criterion", "")), best) if part)
+    axis.set_title(under, loc="left", fontsize=8, color="0.35")
+    figure.suptitle(title or "tuning", x=0.01, ha="left", fontsize=11)
     return figure
 
 
@@ -275,6 +279,7 @@ def draw_curves(series: Sequence[Mapping[str, Any]], metric: str, against: str, 
     Each series has ``label`` and, as arrays, ``x``, ``mean``, ``low`` and ``high``.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     figure = Figure(figsize=(6.8, 4.2), layout="constrained")
     axis = figure.subplots()
@@ -285,6 +290,8 @@ def draw_curves(series: Sequence[Mapping[str, Any]], metric: str, against: str, 
             axis.fill_between(one["x"], one["low"], one["high"], color=COLOURS[i % len(COLOURS)], alpha=0.15, lw=0)
         lowest = min(lowest, np.nanmin(one["low"])) if len(one["low"]) else lowest
     axis.set_xlabel({"rounds": "round", "bytes": "bytes sent, both ways", "seconds": "seconds"}[against])
+    if against == "bytes":
+        axis.xaxis.set_major_formatter(EngFormatter("B"))
     axis.set_ylabel(metric)
     if "loss" in metric and lowest > 0:
         axis.set_yscale("log")
@@ -322,13 +329,20 @@ def draw_drift(series: Sequence[Mapping[str, Any]]) -> Any:
 
     figure = Figure(figsize=(6.8, 4.2), layout="constrained")
     axis = figure.subplots()
+    peaks = [float(np.max(one["drift"])) for one in series]
+    log = min(peaks) > 0 and max(peaks) > 20 * min(peaks)  # methods tuned to different rates drift differently
     for i, one in enumerate(series):
         for t, row in enumerate(one["drift"]):
-            steps = t * (len(row) - 1) + np.arange(len(row))
-            axis.plot(steps, row, lw=1.6, marker="o", ms=2.5, label=one["label"] if t == 0 else None, **style(i))
-    axis.set_xlabel("local steps since the start; a round ends where the drift falls to 0")
+            steps, seen = t * (len(row) - 1) + np.arange(len(row)), np.array(row, float)
+            if log:
+                seen[seen <= 0] = np.nan
+            axis.plot(steps, seen, lw=1.6, marker="o", ms=2.5, label=one["label"] if t == 0 else None, **style(i))
+    axis.set_xlabel("local steps since the start; every round begins without drift")
     axis.set_ylabel("mean squared distance to the shadow")
-    axis.set_ylim(bottom=0)
+    if log:
+        axis.set_yscale("log")
+    else:
+        axis.set_ylim(bottom=0)
     _tidy(axis)
     axis.legend(frameon=False, fontsize=8)
     figure.suptitle("client drift", x=0.01, ha="left", fontsize=11)

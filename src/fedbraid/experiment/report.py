@@ -332,10 +332,13 @@ def config_difference(configs: Mapping[str, Config]) -> list[tuple[str, list[str
     keys = sorted({key for one in flat.values() for key in one} - {"seed"})
     rows = []
     for key in keys:
-        values = [json.dumps(one[key]) if key in one else None for one in flat.values()]
-        if len(set(values)) > 1:
-            rows.append((key, values))
+        if len({json.dumps(one[key]) if key in one else None for one in flat.values()}) > 1:
+            rows.append((key, [_shown(one[key]) if key in one else None for one in flat.values()]))
     return rows
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else json.dumps(value)
 
 
 def _flat(tree: Any, before: str = "") -> dict[str, Any]:
@@ -578,8 +581,8 @@ def _plots(found: Collection, folder: Path) -> list[Path]:
     for metric, lines in _clients(groups).items():
         keep(draw_clients(lines, metric), f"clients-{metric}")
     for tuned in found.tunings:
-        title = f"{tuned.label}: {tuned.criterion}"
-        keep(draw_tuning(tuned.rows, tuned.keys, {"best": tuned.best}, title), f"tuning-{tuned.label}")
+        found_best = {"best": tuned.best, "criterion": tuned.criterion}
+        keep(draw_tuning(tuned.rows, tuned.keys, found_best, f"tuning: {tuned.label}"), f"tuning-{tuned.label}")
     if drifts := _drifts(groups):
         keep(draw_drift([{"label": d["label"], "drift": d["rounds"]} for d in drifts]), "drift")
     return paths

@@ -137,12 +137,16 @@ function lines(host, width, series, options) {
       const edge = [...there.map(([v, , b]) => `${x(v)},${y(b)}`), ...there.reverse().map(([v, a]) => `${x(v)},${y(a)}`)];
       make(svg, "svg:polygon", { class: "band", points: edge.join(" "), style: `fill:${colour(s.index)}` });
     }
-    const points = s.x.map((v, i) => [v, s.y[i]]).filter(([v, w]) => inside(w) && (!options.xLog || v > 0));
-    const shape = { class: s.thin ? "line thin" : "line", points: points.map(([v, w]) => `${x(v)},${y(w)}`).join(" "),
-      style: `stroke:${colour(s.index)}`, "stroke-dasharray": dash(s.index) || null };
-    make(svg, "svg:polyline", shape);
-    if (s.marks || points.length === 1)
-      for (const [v, w] of points) make(svg, "svg:circle", { cx: x(v), cy: y(w), r: 3.2, style: `fill:${colour(s.index)}` });
+    let path = "", pen = "M", count = 0; // a value that cannot be drawn interrupts the line
+    s.x.forEach((v, i) => {
+      const drawn = inside(s.y[i]) && (!options.xLog || v > 0);
+      if (drawn) { path += `${pen}${x(v)},${y(s.y[i])}`; count += 1; }
+      pen = drawn ? "L" : "M";
+    });
+    const look = { style: `stroke:${colour(s.index)}`, "stroke-dasharray": dash(s.index) || null };
+    if (path) make(svg, "svg:path", { class: s.thin ? "line thin" : "line", d: path, ...look });
+    if (s.marks || count === 1)
+      s.x.forEach((v, i) => { if (inside(s.y[i])) make(svg, "svg:circle", { cx: x(v), cy: y(s.y[i]), r: 3.2, style: `fill:${colour(s.index)}` }); });
   }
   options.extra?.(svg, x, y, box);
   const over = make(svg, "svg:g");
@@ -423,7 +427,7 @@ function showDrift() {
     lines(host, width, series, { xName: "local steps since the start", xTip: "step", yLog: state.log, floor: state.log ? undefined : 0, format: FORMATS.rounds });
   });
   legend(section, state.hidden, view.again);
-  make(section, "p", { class: "note" }, "Mean squared distance of the clients' models from their mean, the shadow sequence, at every local step of the first rounds; a round ends where it falls back to 0 (on a log scale, where the line jumps down).");
+  make(section, "p", { class: "note" }, "Mean squared distance of the clients' models from their mean, the shadow sequence, at every local step of the first rounds; a round ends where it falls back to 0 (on a log scale: where the line is interrupted).");
 }
 
 function theme() {
