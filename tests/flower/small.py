@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedbraid import address
 from fedbraid.core import Algorithm, Down, Exchange, Report, Up
 from fedbraid.flower import InProcessGrid, Policy, client_app, schema_of, serve
+from fedbraid.flower.wire import PLAIN
 from zoo import clients, start
 
 SPLIT = clients()
@@ -44,13 +46,14 @@ def load(context):
 
 
 @functools.cache
-def app_of(alg, x64):
-    return client_app(alg, start(), load, cache=False)
+def app_of(alg, x64, name):
+    return client_app(alg, start(), load, cache=False, fingerprint=name)
 
 
-def grid_of(alg, params=None, **options):
+def grid_of(alg, params=None, name=None, **options):
     """Node 100 + i is client i. Grids of one algorithm share its compiled programs."""
-    app = app_of(alg, jax.config.jax_enable_x64) if params is None else client_app(alg, params, load, cache=False)
+    shared = app_of(alg, jax.config.jax_enable_x64, name)
+    app = shared if params is None else client_app(alg, params, load, cache=False)
     return InProcessGrid(app, {100 + i: {"partition-id": i} for i in range(SPLIT.num_clients)}, **options)
 
 
@@ -61,6 +64,19 @@ def deploy(alg, grid, *, rounds, params=None, **options):
         "policy": Policy(deadline=1.0, join=1.0),
     } | options
     return serve(alg, start() if params is None else params, grid, rounds=rounds, **options)
+
+
+def losing(arrival):
+    """Lose exactly the uploads that the simulator loses under an arrival model that does not look at steps."""
+
+    def tamper(order, reply):
+        plain = order.content[PLAIN]
+        if "round" not in plain:
+            return reply
+        key = address.exchange_key(jax.random.key(plain["seed"]), plain["round"], plain["exchange"])
+        return reply if arrival(address.arrival_key(key, plain["client"]), 1) else None
+
+    return tamper
 
 
 def close(a, b, tolerance):

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedbraid import address
 from fedbraid.flower import Policy
 from fedbraid.flower.states import states_of
 from fedbraid.flower.wire import PLAIN
 from fedbraid.simulate import bernoulli, simulate
-from flower.small import SPLIT, close, deploy, grid_of, ledger
+from flower.small import SPLIT, close, deploy, grid_of, ledger, losing
 from zoo import start
 
 ALG = ledger()
@@ -22,13 +21,7 @@ QUICK = Policy(deadline=0.05, join=0.5)
 LOSSY = bernoulli(0.4)
 
 
-def lose(order, reply):
-    """Lose exactly the uploads that the simulator loses under LOSSY."""
-    plain = order.content[PLAIN]
-    if "round" not in plain:
-        return reply
-    key = address.exchange_key(jax.random.key(plain["seed"]), plain["round"], plain["exchange"])
-    return reply if LOSSY(address.arrival_key(key, plain["client"]), 1) else None
+lose = losing(LOSSY)
 
 
 def states_on(grid, client):

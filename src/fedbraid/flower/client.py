@@ -88,6 +88,7 @@ class _Site:
         self.params = shapes_of(params)
         self.programs = [jax.jit(exchange.client) for exchange in alg.exchanges]
         self.prints: dict[str, str] = {}
+        self.layouts: dict[str, str] = {}
 
     @cached_property
     def state_layout(self) -> Layout:
@@ -126,6 +127,13 @@ class _Site:
             self.prints[text] = fingerprint(self.alg, self.params, schema)
         return self.prints[text]
 
+    def layouts_for(self, text: str) -> str:
+        if text not in self.layouts:
+            messages = messages_of(self.alg, self.params, schema_from_json(text))
+            pairs = [[json.loads(m.down.to_json()), json.loads(m.up.to_json())] for m in messages]
+            self.layouts[text] = json.dumps(pairs)
+        return self.layouts[text]
+
     def fingerprint_for(self, context: Context, run: str, text: str) -> str:
         """This node's fingerprint; remembered in its context, because finding it takes a trace of the programs."""
         key = f"fedbraid/{run}/fingerprint"
@@ -160,12 +168,11 @@ class _Site:
                 params = read_records(layout_of(self.params), wire.arrays_in(message))
                 states.write(INIT, pack(jax.jit(self.alg.init_client)(params)))
             held = states.held()
-        layouts = messages_of(self.alg, self.params, schema)
         presence = Presence(
             client=number,
             examples=rows,
             fingerprint=mine,
-            layouts=json.dumps([[json.loads(m.down.to_json()), json.loads(m.up.to_json())] for m in layouts]),
+            layouts=self.layouts_for(greeting.schema),
             held=json.dumps(held),
             versions=_versions(),
         )

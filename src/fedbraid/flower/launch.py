@@ -121,6 +121,7 @@ class Rehearsal:
         self.app = app.resolve()
         self.folder = self.app / FOLDER
         self._list = self.folder / "members.json"
+        self._children: list[subprocess.Popen] = []
 
     # -- what is there
 
@@ -150,8 +151,19 @@ class Rehearsal:
 
     # -- starting
 
-    def up(self, nodes: int, *, tls: bool = False, port: int | None = None, timeout: float = 60.0) -> list[Member]:
-        """Start a SuperLink and ``nodes`` SuperNodes, numbered from 0, and wait until all are connected."""
+    def up(
+        self,
+        nodes: int,
+        *,
+        tls: bool = False,
+        port: int | None = None,
+        configs: Mapping[int, Mapping[str, Any]] | None = None,
+        timeout: float = 60.0,
+    ) -> list[Member]:
+        """Start a SuperLink and ``nodes`` SuperNodes, numbered from 0, and wait until all are connected.
+
+        configs: what some nodes have in their config beside their number and their folders.
+        """
         if nodes < 1:
             raise ValueError(f"nodes must be at least 1, got {nodes}")
         if self._list.is_file() and any(member.alive for member in self.members):
@@ -169,7 +181,7 @@ class Rehearsal:
             for key in keys:
                 self.register(make_node_key(key))
             for i in range(nodes):
-                self.start_node(i)
+                self.start_node(i, (configs or {}).get(i))
             self.wait_online(nodes, timeout=timeout)
         except BaseException:
             self.down()
@@ -216,6 +228,7 @@ class Rehearsal:
                 env=self._environment(self.folder / "homes" / name),
                 start_new_session=True,  # a group of its own: it outlives this command and is stopped as one
             )
+        self._children.append(process)
         member = Member(name, process.pid, _started(process.pid), port, str(log))
         self._save(member)
         return member
@@ -258,6 +271,7 @@ class Rehearsal:
     def _wait(self, ready: Callable[[], bool], member: Member, timeout: float, problem: str) -> None:
         until = time.monotonic() + timeout
         while not ready():
+            self._reap()
             if not member.alive:
                 raise ValueError(f"{problem}: it ended; the end of {member.log}:\n{_tail(Path(member.log))}")
             if time.monotonic() > until:
@@ -289,11 +303,20 @@ class Rehearsal:
 
     # -- stopping
 
-    def kill(self, name: str, *, how: int = signal.SIGKILL) -> None:
-        """End one member and all that it started."""
-        for member in self.members:
-            if member.name == name and member.alive:
-                _end([member], how)
+    def processes(self, name: str = "") -> list[int]:
+        """Processes of this rehearsal, or of one member, whoever started them: known by their Flower home."""
+        homes = self.folder / "homes"
+        mark = f"FLWR_HOME={homes / name if name else homes}{chr(0) if name else os.sep}".encode()
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark in (place / "environ").read_bytes() and _started(int(place.name)):
+                    found.append(int(place.name))
+        return found
+
+    def kill(self, name: str) -> None:
+        """End one member and all that it started, at once, as if its machine lost power."""
+        self._end([member for member in self.members if member.name == name], signal.SIGKILL)
 
     def down(self) -> list[Member]:
         """Stop everything; returns what was still running."""
@@ -301,34 +324,34 @@ class Rehearsal:
             return []
         members = self.members
         running = [member for member in members if member.alive]
-        _end(running, signal.SIGTERM)
+        self._end(members, signal.SIGTERM)
         self._list.unlink()
         return running
 
+    def _end(self, members: list[Member], how: int) -> None:
+        """Signal whole process groups; what is left after a while is killed."""
+        for member in members:
+            if member.alive:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(member.pid, how)
+        self._wait_end(members, 8.0)
+        for member in members:
+            for pid in self.processes(member.name):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+        self._wait_end(members, 2.0)
 
-def _end(members: list[Member], how: int) -> None:
-    """Signal whole process groups, and make sure after a while."""
-    for member in members:
-        _signal(member, how)
-    until = time.monotonic() + 8.0
-    while any(member.alive for member in members) and time.monotonic() < until:
-        _reap(members)
-        time.sleep(0.05)
-    for member in members:  # the group may outlive its leader
-        _signal(member, signal.SIGKILL)
-    _reap(members)
+    def _wait_end(self, members: list[Member], seconds: float) -> None:
+        pids, until = {member.pid for member in members}, time.monotonic() + seconds
+        while time.monotonic() < until:
+            self._reap()
+            if not (any(m.alive for m in members) or any(child.pid in pids for child in self._children)):
+                return
+            time.sleep(0.05)
 
-
-def _signal(member: Member, how: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(member.pid, how)
-
-
-def _reap(members: list[Member]) -> None:
-    """Collect members that this very process started."""
-    for member in members:
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(member.pid, os.WNOHANG)
+    def _reap(self) -> None:
+        """Collect those that this very process started: until then they count as running to what they started."""
+        self._children = [child for child in self._children if child.poll() is None]
 
 
 def _listens(port: int) -> bool:

@@ -41,7 +41,7 @@ __all__ = ["Policy", "Round", "Served", "TooFewError", "serve", "server_app"]
 PyTree = Any
 SLACK = 1 << 20  # a reply larger than its upload by more than this is not read
 POLL = (0.01, 0.5)  # seconds between two looks for replies: first, and at most
-AGAIN = 3.0  # seconds between two looks for nodes that came back, while too few have answered
+LOOK = 2.0  # seconds between two looks for nodes that came or came back
 
 
 class TooFewError(AppExitException):
@@ -453,44 +453,50 @@ class _Run:
             asked.awaited[client] = (node, time.monotonic())
         asked.tally["down"] += self.post.send(letters, tag=asked.tag, group=str(asked.round + 1))
 
-    def ask_again(self, asked: _Asked, cohort: list[int]) -> None:
-        """Past the deadline with too few: ask those that failed, came back, or let a whole deadline pass."""
+    def look_around(self, asked: _Asked, cohort: list[int], *, again: bool) -> None:
+        """Greet nodes that came meanwhile, and ask a client anew whose place another node has taken.
+
+        again: ask also those that failed, and those that let a whole deadline pass.
+        """
         self.roster.greet()
-        now = time.monotonic()
-        again = []
+        now, anew = time.monotonic(), []
         for client in cohort:
-            if client in asked.uploads or client not in self.roster.clients:
+            node = self.roster.clients.get(client)
+            if node is None or client in asked.uploads:
                 continue
-            node, since = asked.awaited.get(client, (None, 0.0))
-            if node != self.roster.clients[client].id or now - since > self.policy.deadline:
-                again.append(client)
-        self.ask(asked, again)
+            before, since = asked.awaited.get(client, (None, 0.0))
+            moved = before is not None and before != node.id
+            if moved or (again and (before is None or now - since > self.policy.deadline)):
+                anew.append(client)
+        self.ask(asked, anew)
 
     def exchange(self, asked: _Asked, cohort: list[int]) -> bool:
         """Ask, and wait until all have answered or the deadline has passed. True if enough uploads came."""
         policy, began = self.policy, time.monotonic()
         self.ask(asked, cohort)
-        until, pause = began + policy.deadline, POLL[0]
+        deadline, look, pause = began + policy.deadline, began + LOOK, POLL[0]
         while True:
             heard = self.listen(asked)
-            done = len(asked.uploads) >= policy.minimum or policy.too_few != "wait"
-            if done and not asked.awaited:
-                break
-            if time.monotonic() >= until:
+            now = time.monotonic()
+            enough = len(asked.uploads) >= policy.minimum
+            waits = policy.too_few == "wait" and not enough
+            if now >= deadline:
                 for node, _ in asked.awaited.values():
                     self.roster.missed(node)
-                if done:
-                    break
-                if time.monotonic() - began > policy.patience:
-                    raise TooFewError(self.shortage(asked, f"{policy.patience:g} s, the policy's patience"))
-                self.ask_again(asked, cohort)
-                until = time.monotonic() + min(policy.deadline, AGAIN)
+            if not waits and (now >= deadline or not asked.awaited):
+                break
+            if waits and now - began > policy.patience:
+                raise TooFewError(self.shortage(asked, f"{policy.patience:g} s, the policy's patience"))
+            if now >= look:
+                self.look_around(asked, cohort, again=waits and now >= deadline)
+                look = time.monotonic() + LOOK
             pause = POLL[0] if heard else min(2 * pause, POLL[1])
-            time.sleep(max(0.0, min(pause, until - time.monotonic())))
+            ends = look if now >= deadline else min(look, deadline)
+            time.sleep(max(0.0, min(pause, ends - time.monotonic())))
         for client, (node, _) in sorted(asked.awaited.items()):
             asked.notes.append(f"client {client} (node {node}) left out, missing: no reply in {policy.deadline:g} s")
         asked.tally["missing"] += len(asked.awaited)
-        return len(asked.uploads) >= policy.minimum
+        return enough
 
     def shortage(self, asked: _Asked, within: str) -> str:
         notes = "".join(f"\n  {note}" for note in asked.notes)

@@ -1,0 +1,229 @@
+"""Real rehearsals on loopback: a SuperLink and three SuperNodes as processes, and everything that can happen to them.
+
+A message takes seconds here (Flower starts a process for each), so rounds are few and every test is a whole story.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tomli_w
+
+from fedbraid.experiment import build, load_config
+from fedbraid.experiment.runfolder import read_metrics, read_summary
+from fedbraid.flower.certificates import make_node_key
+from fedbraid.flower.launch import Rehearsal, online, run_app
+from fedbraid.flower.project import write_app
+from fedbraid.simulate import checkpoint, simulate
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # Flower's own
+
+BASE = ("data.clients=3", "cohort=all", "evaluation.every=1", "model.hidden=[16]", "algorithm.batch_size=20")
+
+# Appended to an app's client: what a node does wrong, in which round, as its config says ("kind@round").
+FAULTY = """
+
+import pathlib, time
+from flwr.app import Array, ArrayRecord
+from flwr.clientapp import ClientApp
+
+honest = app
+
+
+class Faulty(ClientApp):
+    def __call__(self, message, context):
+        kind, _, round_ = context.node_config.get("fault", "").partition("@")
+        if not kind or message.content["fedbraid"].get("round") != int(round_):
+            return honest(message, context)
+        if kind == "hang":
+            pathlib.Path(context.node_config["marker"]).touch()
+            time.sleep(600)
+        reply = honest(message, context)
+        array = reply.content["arrays"]["float32"]
+        numbers = np.frombuffer(array.data, np.float32).copy()
+        if kind == "nan":
+            numbers[3] = np.nan
+        elif kind == "shape":
+            numbers = numbers[:-5]
+        elif kind == "huge":
+            numbers = np.zeros(25_000_000, np.float32)
+        sent = Array("float32", numbers.shape, array.stype, numbers.tobytes())
+        reply.content["arrays"] = ArrayRecord({"float32": sent})
+        return reply
+
+
+app = Faulty()
+"""
+
+
+def make_app(folder: Path, *settings: str, faulty: bool = False, **policy) -> Path:
+    write_app(folder, load_config(None, [*BASE, *settings]))
+    package = folder / "federation"
+    about = tomllib.loads((package / "federation.toml").read_text())
+    about["policy"] |= {"deadline": 120.0, "join": 90.0} | policy
+    (package / "federation.toml").write_text(tomli_w.dumps(about))
+    if faulty:
+        client = package / "client.py"
+        client.write_text(client.read_text() + FAULTY)
+    return folder
+
+
+@pytest.fixture
+def rehearse():
+    """Rehearsals that are stopped whatever happens."""
+    made = []
+
+    def start(app: Path, **options) -> Rehearsal:
+        made.append(Rehearsal(app))
+        made[-1].up(3, **options)
+        return made[-1]
+
+    yield start
+    for rehearsal in made:
+        rehearsal.down()
+        until = time.monotonic() + 10
+        while rehearsal.processes() and time.monotonic() < until:
+            time.sleep(0.2)
+        assert not rehearsal.processes(), "processes outlive their rehearsal"
+
+
+def server_processes(rehearsal: Rehearsal) -> list[int]:
+    names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in rehearsal.processes("superlink")}
+    return [pid for pid, words in names.items() if b"flwr-serverapp" in words]
+
+
+def wait_for(condition, seconds: float, what: str) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, f"waited {seconds} s for {what}"
+        time.sleep(0.1)
+
+
+def deploy_run(app: Path, *words: str, log: Path) -> subprocess.Popen:
+    program = Path(sys.executable).with_name("fedbraid")
+    with log.open("w") as out:
+        return subprocess.Popen([program, "deploy", "run", app, *words], stdout=out, stderr=subprocess.STDOUT)
+
+
+def saved(out: Path) -> tuple[dict, dict]:
+    """(server's arrays, the rest) of a run's last checkpoint."""
+    _, tree = checkpoint.load(checkpoint.latest(out / "checkpoints"))
+    return tree["server"], json.loads(np.asarray(tree["run"]["json"]).tobytes())
+
+
+def simulated(*settings: str):
+    experiment = build(load_config(None, [*BASE, *settings]))
+    config = experiment.config
+    return experiment, simulate(
+        experiment.algorithm, experiment.params, experiment.data, rounds=config.rounds, seed=config.seed, devices=1
+    )
+
+
+def test_fedavg_with_tls_registered_nodes_and_bad_replies(rehearse, tmp_path):
+    """NaN and a wrong shape in round 1, 100 MB of garbage in round 2: rejected, named, and training goes on."""
+    app = make_app(tmp_path / "app", "rounds=2", "algorithm.client_lr=0.3", faulty=True)
+    faults = {0: {"fault": "nan@0"}, 1: {"fault": "shape@0"}, 2: {"fault": "huge@1"}}
+    rehearsal = rehearse(app, tls=True, configs=faults)
+    with rehearsal.link.control() as control:
+        nodes = online(control)
+        assert len(nodes) == 3
+        stranger = tmp_path / "stranger"
+        make_node_key(stranger)
+        refused = rehearsal.start_node(7, key=stranger)
+        lines: list[str] = []
+        status, details = run_app(rehearsal.link, app, str(tmp_path / "run"), on_line=lines.append)
+        assert (status, details) == ("finished:completed", "")
+        assert sorted(online(control)) == sorted(nodes)
+    assert not refused.alive
+    assert "Failed to activate SuperNode" in Path(refused.log).read_text()
+    summary = read_summary(tmp_path / "run")
+    assert {k: v for k, v in summary["engine"]["counts"].items() if v} == {
+        "nonfinite": 1,
+        "malformed": 1,
+        "oversized": 1,
+    }
+    table = read_metrics(tmp_path / "run")
+    assert table["train/arrived"].tolist() == [1, 2]
+    for client, word in ((0, "nonfinite"), (1, "malformed: leaf .pseudograd"), (2, "oversized: it sent 100 MB")):
+        (note,) = [line for line in lines if word in line]
+        assert note.startswith(f"client {client} (node ")
+    _, whole = simulated("rounds=1", "algorithm.client_lr=0.3")
+    assert table["test_loss"][-1] < 2.25  # ln 10 = 2.30 is the loss of knowing nothing
+    assert (tmp_path / "run" / "curves.png").stat().st_size > 5000
+    assert jax.tree.leaves(whole.params)
+
+
+def test_mime_two_phase_and_scaffold_survive_kills_of_a_node_and_of_the_server(rehearse, tmp_path):
+    mime = ("rounds=2", "algorithm.name=mime", "algorithm.client_lr=1.0")
+    scaffold = ("rounds=4", "algorithm.name=scaffold", "algorithm.client_lr=0.3")
+    first = make_app(tmp_path / "mime", *mime)
+    marker = tmp_path / "marker"
+    app = make_app(tmp_path / "scaffold", *scaffold, faulty=True, deadline=20.0, minimum=2, too_few="wait")
+    rehearsal = rehearse(app, configs={2: {"fault": "hang@1", "marker": str(marker)}})
+
+    # Mime: two exchanges a round, the simulator's model
+    lines: list[str] = []
+    assert run_app(rehearsal.link, first, str(tmp_path / "mime-run"), on_line=lines.append)[0] == "finished:completed"
+    experiment, whole = simulated(*mime)
+    arrays, _ = saved(tmp_path / "mime-run")
+    server = checkpoint.unpack(whole.server, arrays, "server")
+    for a, b in zip(jax.tree.leaves(server), jax.tree.leaves(whole.server), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert "nodes 6/6" in lines[0]  # three nodes, asked twice
+    assert read_metrics(tmp_path / "mime-run")["test_accuracy"][-1] > 0.5
+    assert experiment.config.algorithm.name == "mime"
+
+    # SCAFFOLD: a node is killed in the middle of round 2 and comes back, the server is killed in round 4
+    out, log = tmp_path / "scaffold-run", tmp_path / "scaffold.log"
+    running = deploy_run(app, "--out", str(out), log=log)
+    try:
+        wait_for(marker.exists, 90, "round 2 on node 2")
+        rehearsal.kill("node-2")
+        rehearsal.start_node(2)
+        wait_for(lambda: "round 3/4" in log.read_text(), 90, "round 3")
+        (server_pid,) = server_processes(rehearsal)
+        os.kill(server_pid, signal.SIGKILL)
+    finally:
+        running.kill()
+        running.wait()
+    told = log.read_text()
+    assert "client 2" in told
+    assert "missing" in told
+    arrays, rest = saved(out)
+    assert len(rest["history"]) == 3
+    assert [row["train/arrived"] for row in rest["history"]][:2] == [3, 2]
+
+    again = deploy_run(app, "--resume", str(out), log=log)
+    assert again.wait(timeout=120) == 0, log.read_text()
+    assert "round 4/4" in log.read_text()
+    summary = read_summary(out)
+    assert summary["finished"]
+    assert summary["rounds"] == 4
+    arrived = read_metrics(out)["train/arrived"].tolist()
+    assert arrived[:2] == [3, 2]
+    assert arrived[3] == 3  # the node that was killed is back
+    check_scaffold(out, rehearsal, scaffold)
+
+
+def check_scaffold(out: Path, rehearsal: Rehearsal, settings: tuple[str, ...]) -> None:
+    """c = mean of c_i: the server's from its checkpoint, the clients' from their nodes' folders."""
+    experiment = build(load_config(None, [*BASE, *settings]))
+    arrays, rest = saved(out)
+    like = jax.tree.map(jax.numpy.asarray, experiment.algorithm.init(experiment.params))
+    server = checkpoint.unpack(like, arrays, "server")
+    folder = rehearsal.folder / "states" / rest["run"]
+    own = []
+    for client in range(3):
+        with np.load(folder / str(client) / f"{rest['taken'][str(client)]}.npz", allow_pickle=False) as archive:
+            own.append(archive["float32"].view(np.float32).astype(np.float64))
+    c = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(server.c)])
+    assert np.abs(c).max() > 1e-3
+    np.testing.assert_allclose(np.mean(own, 0), c, atol=1e-6)
