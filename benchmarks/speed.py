@@ -130,6 +130,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--peers", type=Path, default=Path(".peers"), help="folder of the peers' environments")
     parser.add_argument("--scripts", type=Path, help="folder of the peers' scripts; without it only ours runs")
+    parser.add_argument("--against", nargs="+", default=list(PEERS), choices=list(PEERS), help="which peers to run")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--devices", type=int, help="host devices for ours (default: one per core)")
     parser.add_argument("--json", action="store_true")
@@ -145,7 +146,7 @@ def main() -> None:
         for _ in range(options.repeats):
             details = in_own_process(workload, options.devices)
             times.setdefault("fedbraid", []).append(details["seconds_per_round"])
-            for name in PEERS if options.scripts else ():
+            for name in options.against if options.scripts else ():
                 seconds = peer(name, workload, options.peers, options.scripts)
                 if seconds is not None:
                     times.setdefault(name, []).append(seconds)
