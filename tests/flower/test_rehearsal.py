@@ -121,10 +121,8 @@ def saved(out: Path) -> tuple[dict, dict]:
 
 def simulated(*settings: str):
     experiment = build(load_config(None, [*BASE, *settings]))
-    config = experiment.config
-    return experiment, simulate(
-        experiment.algorithm, experiment.params, experiment.data, rounds=config.rounds, seed=config.seed, devices=1
-    )
+    rounds = experiment.config.rounds
+    return simulate(experiment.algorithm, experiment.params, experiment.data, rounds=rounds, devices=1)
 
 
 def test_fedavg_with_tls_registered_nodes_and_bad_replies(rehearse, tmp_path):
@@ -155,14 +153,12 @@ def test_fedavg_with_tls_registered_nodes_and_bad_replies(rehearse, tmp_path):
     for client, word in ((0, "nonfinite"), (1, "malformed: leaf .pseudograd"), (2, "oversized: it sent 100 MB")):
         (note,) = [line for line in lines if word in line]
         assert note.startswith(f"client {client} (node ")
-    _, whole = simulated("rounds=1", "algorithm.client_lr=0.3")
-    assert table["test_loss"][-1] < 2.25  # ln 10 = 2.30 is the loss of knowing nothing
+    assert table["test_loss"][-1] < 1.9  # ln 10 = 2.30 is the loss of knowing nothing
     assert (tmp_path / "run" / "curves.png").stat().st_size > 5000
-    assert jax.tree.leaves(whole.params)
 
 
 def test_mime_two_phase_and_scaffold_survive_kills_of_a_node_and_of_the_server(rehearse, tmp_path):
-    mime = ("rounds=2", "algorithm.name=mime", "algorithm.client_lr=1.0")
+    mime = ("rounds=1", "algorithm.name=mime", "algorithm.client_lr=1.0")
     scaffold = ("rounds=4", "algorithm.name=scaffold", "algorithm.client_lr=0.3")
     first = make_app(tmp_path / "mime", *mime)
     marker = tmp_path / "marker"
@@ -172,14 +168,13 @@ def test_mime_two_phase_and_scaffold_survive_kills_of_a_node_and_of_the_server(r
     # Mime: two exchanges a round, the simulator's model
     lines: list[str] = []
     assert run_app(rehearsal.link, first, str(tmp_path / "mime-run"), on_line=lines.append)[0] == "finished:completed"
-    experiment, whole = simulated(*mime)
+    whole = simulated(*mime)
     arrays, _ = saved(tmp_path / "mime-run")
     server = checkpoint.unpack(whole.server, arrays, "server")
     for a, b in zip(jax.tree.leaves(server), jax.tree.leaves(whole.server), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     assert "nodes 6/6" in lines[0]  # three nodes, asked twice
-    assert read_metrics(tmp_path / "mime-run")["test_accuracy"][-1] > 0.5
-    assert experiment.config.algorithm.name == "mime"
+    assert read_metrics(tmp_path / "mime-run")["test_accuracy"][-1] > 0.3
 
     # SCAFFOLD: a node is killed in the middle of round 2 and comes back, the server is killed in round 4
     out, log = tmp_path / "scaffold-run", tmp_path / "scaffold.log"
@@ -211,6 +206,10 @@ def test_mime_two_phase_and_scaffold_survive_kills_of_a_node_and_of_the_server(r
     assert arrived[:2] == [3, 2]
     assert arrived[3] == 3  # the node that was killed is back
     check_scaffold(out, rehearsal, scaffold)
+    third = (out / "checkpoints" / "00000003" / "manifest.json").stat().st_mtime
+    compiled = [place.stat().st_mtime for place in (rehearsal.folder / "compiled").glob("*-cache")]
+    assert len(compiled) >= 2
+    assert max(compiled) < third  # kept over messages, restarts and runs: nothing was compiled again
 
 
 def check_scaffold(out: Path, rehearsal: Rehearsal, settings: tuple[str, ...]) -> None:

@@ -97,6 +97,7 @@ class Link(NamedTuple):
     @contextmanager
     def control(self) -> Iterator[Any]:
         """A client of the SuperLink's control API: what the ``flwr`` command uses."""
+        import httpx
         from flwr.cli.typing import SuperLinkConnection
         from flwr.cli.utils import init_http_client_from_connection
 
@@ -110,6 +111,10 @@ class Link(NamedTuple):
             client = init_http_client_from_connection(connection)
         try:
             yield client
+        except httpx.HTTPStatusError as error:
+            raise ValueError(f"the SuperLink at {self.address} refused: {_reason(error)}") from None
+        except httpx.HTTPError as error:
+            raise ValueError(f"cannot reach the SuperLink at {self.address}: {error}") from None
         finally:
             client.close()
 
@@ -290,6 +295,11 @@ class Rehearsal:
     @property
     def link(self) -> Link:
         """The SuperLink of this rehearsal."""
+        for member in self.members:
+            if member.name == "superlink" and not member.alive:
+                raise ValueError(
+                    f"the SuperLink of {self.app} has ended, see {member.log}: fedbraid deploy down and up"
+                )
         certificate = self.certificates.authority if self.tls else None
         return Link(f"{HOST}:{self.settings['port']}", certificate, self.folder / "homes" / "control")
 
@@ -352,6 +362,11 @@ class Rehearsal:
     def _reap(self) -> None:
         """Collect those that this very process started: until then they count as running to what they started."""
         self._children = [child for child in self._children if child.poll() is None]
+
+
+def _reason(error: Any) -> str:
+    words = error.response.text.strip() if error.response.is_closed else ""
+    return f"{error.response.status_code} {words[:200]}"
 
 
 def _listens(port: int) -> bool:

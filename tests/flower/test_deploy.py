@@ -1,0 +1,214 @@
+"""``fedbraid deploy`` without a network: the app it writes, what it checks, and how it refuses."""
+
+import json
+import socket
+import subprocess
+import sys
+import tomllib
+
+import numpy as np
+import pytest
+from flwr.app import Context, RecordDict
+from typer.testing import CliRunner
+
+from fedbraid.experiment import build, load_config
+from fedbraid.experiment.runfolder import read_metrics, read_summary
+from fedbraid.flower import InProcessGrid, client_app, load_plan, plan_server_app
+from fedbraid.flower.certificates import (
+    Certificates,
+    check_certificates,
+    check_node_key,
+    make_certificates,
+    make_node_key,
+)
+from fedbraid.flower.check import check_site
+from fedbraid.flower.client import room_for
+from fedbraid.flower.launch import Rehearsal
+from fedbraid.flower.project import write_app
+from fedbraid.simulate import simulate
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the libraries that Flower uses
+BASE = ["data.clients=3", "cohort=2", "rounds=2", "evaluation.every=1", "model.hidden=[8]"]
+
+
+def cli(*words):
+    from fedbraid.cli.main import make_app
+
+    return CliRunner().invoke(make_app(), ["deploy", *map(str, words)])
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deploy") / "My App"
+    result = cli("init", folder, *(word for setting in BASE for word in ("--set", setting)), "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["population"] == 3
+    return folder
+
+
+def test_the_app_is_one_that_flower_accepts(app):
+    from flwr.cli.build import build_fab_from_disk
+    from flwr.cli.config_utils import load_and_validate
+
+    config, warnings = load_and_validate(app / "pyproject.toml")
+    assert not warnings
+    assert config["project"]["name"] == "my-app"
+    assert len(build_fab_from_disk(app)) > 1000
+    assert "Put this site's own loading here" in (app / "federation" / "client.py").read_text()
+    for name in ("client.py", "server.py"):
+        compile((app / "federation" / name).read_text(), name, "exec")
+
+
+def test_an_apps_run_is_the_simulated_run_and_writes_its_folder(app, tmp_path):
+    """The app's own client and server, in one process: the same model, metrics and files as ``fedbraid run``."""
+    plan = load_plan(app / "federation")
+
+    def load(context):
+        return plan.rehearsal_rows(context.node_config.get("partition-id"))
+
+    client = client_app(plan.algorithm, plan.shapes, load, fingerprint=plan.fingerprint, cache=False)
+    grid = InProcessGrid(client, {10 + i: {"partition-id": i} for i in range(3)})
+    out = tmp_path / "run"
+    plan_server_app(plan)(grid, Context(1, 1, {}, RecordDict(), {"out": str(out)}))
+    experiment = build(plan.config)
+    simulated = simulate(
+        experiment.algorithm,
+        experiment.params,
+        experiment.data,
+        rounds=2,
+        cohort=2,
+        metrics=experiment.metrics,
+        eval_every=1,
+        devices=1,
+    )
+    table, summary = read_metrics(out), read_summary(out)
+    np.testing.assert_allclose(table["test_loss"], simulated.evaluations["test_loss"], rtol=1e-5)
+    np.testing.assert_allclose(table["train/loss"], simulated.history["train/loss"], rtol=1e-5)
+    np.testing.assert_allclose(table["train/bytes_up"], simulated.history["train/bytes_up"])
+    assert np.all(np.diff(table["seconds"]) > 0)
+    assert summary["finished"]
+    assert summary["final"]["test_accuracy"] == pytest.approx(float(simulated.evaluations["test_accuracy"][-1]))
+    assert {p.name for p in out.iterdir()} >= {"config.toml", "metrics.parquet", "clients.parquet", "curves.png"}
+    assert tomllib.loads((out / "config.toml").read_text())["rounds"] == 2
+    with pytest.raises(ValueError, match="finished"):  # a finished run is not run over
+        plan_server_app(plan)(grid, Context(1, 1, {}, RecordDict(), {"out": str(out)}))
+
+
+def test_every_site_has_the_fingerprint_of_what_it_computes(app, tmp_path):
+    mine = load_plan(app / "federation").fingerprint
+
+    def other(*settings):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        write_app(folder, load_config(None, [*BASE, *settings]))
+        return load_plan(folder / "federation").fingerprint
+
+    assert other() == mine
+    assert other("seed=5") == mine  # comes with every order
+    assert other("algorithm.client_lr=0.7") != mine
+    assert other("model.hidden=[9]") != mine
+
+
+def test_check_loads_a_sites_data_as_its_node_would(app, tmp_path):
+    assert cli("check", app, "--node-config", "partition-id=1").exit_code == 0
+    rows = load_plan(app / "federation").rehearsal_rows(0)
+    good, bad = tmp_path / "good.npz", tmp_path / "bad.npz"
+    np.savez(good, **rows)
+    np.savez(bad, **(rows | {"x": rows["x"][:, :63]}))
+    assert check_site(app, f'data="{good}"')["examples"] == len(rows["y"])
+    result = cli("check", app, "--node-config", f'data="{good}"', "--json")
+    assert json.loads(result.stdout)["examples"] == len(rows["y"])
+    for config, word in (
+        (f'data="{bad}"', r"field 'x': one example has shape \(63,\), the schema asks for \(64,\)"),
+        ('data="/nowhere.npz"', "cannot read the data"),
+        ("partition-id=3", "clients are numbered 0 to 2"),
+        ("", "partition-id=None"),
+        ("partition-id=one", "cannot be read"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            check_site(app, config)
+
+
+def test_refusals_are_one_line(app, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        cases = [
+            (["init", tmp_path / "full"], "is not empty"),
+            (["init", tmp_path / "new", tmp_path / "none.toml"], "cannot read the configuration"),
+            (["init", tmp_path / "new", "--set", "algorithm.name=fedagv"], "did you mean 'fedavg'"),
+            (["up", tmp_path], "is not an app"),
+            (["up", app, "--nodes", 4], "at most the population of 3"),
+            (["up", app, "--nodes", 0], "at least 1"),
+            (["up", app, "--port", port], f"port {port} of this machine cannot be used"),
+            (["up", app, "--port", 99999], "from 1 to 65535"),
+            (["run", app], "no rehearsal"),
+            (["status", app], "no rehearsal"),
+            (["run", app, "--address", "127.0.0.1:9"], "cannot reach the SuperLink at 127.0.0.1:9"),
+            (["run", app, "--address", "h:1", "--root-certificates", tmp_path / "no.crt"], "no.crt is missing"),
+            (["run", app, "--address", "h:1", "--resume", tmp_path], "not a run folder"),
+            (["run", app, "--address", "h:1", "--out", tmp_path / "full"], "is not empty"),
+            (["run", app, "--out", "a", "--resume", "b"], "leave out --out"),
+        ]
+        for words, reason in cases:
+            result = cli(*words)
+            assert isinstance(result.exception, ValueError), (words, result.output)
+            assert reason in str(result.exception)
+            assert "\n" not in str(result.exception)
+    assert cli("down", app, "--json").stdout.strip() == '{"stopped": []}'
+
+
+def test_certificates_that_cannot_be_used_are_refused_in_one_line(tmp_path, app):
+    good = make_certificates(tmp_path / "good")
+    check_certificates(good)
+    assert (good.key.stat().st_mode & 0o777) == 0o600
+    old = make_certificates(tmp_path / "old", days=-0.5)
+    other = make_certificates(tmp_path / "other")
+    (tmp_path / "text").write_text("hello")
+    cases = [
+        (old, "expired on"),
+        (good._replace(key=other.key), "does not belong to the certificate"),
+        (good._replace(authority=other.authority), "was not issued by"),
+        (good._replace(certificate=tmp_path / "text"), "not a PEM certificate"),
+        (good._replace(key=tmp_path / "text"), "not an unencrypted PEM private key"),
+        (Certificates.at(tmp_path / "none"), "is missing"),
+    ]
+    for files, reason in cases:
+        with pytest.raises(ValueError, match=reason):
+            check_certificates(files)
+    # and so does `up --tls`, before anything starts
+    rehearsal = Rehearsal(app)
+    make_certificates(rehearsal.certificates.authority.parent, days=-0.5)
+    with pytest.raises(ValueError, match="expired on"):
+        rehearsal.up(1, tls=True)
+    rehearsal.certificates.key.unlink()
+    with pytest.raises(ValueError, match="is missing"):
+        rehearsal.up(1, tls=True)
+    assert not rehearsal.processes()
+
+
+def test_node_keys_are_flowers(tmp_path):
+    from flwr.cli.supernode.register import try_load_public_key
+
+    public = make_node_key(tmp_path / "node")
+    assert try_load_public_key(public)
+    before = (tmp_path / "node").read_bytes()
+    make_node_key(tmp_path / "node")
+    assert (tmp_path / "node").read_bytes() == before
+    (tmp_path / "bad").write_text("hello")
+    for place, reason in ((tmp_path / "bad", "OpenSSH"), (tmp_path / "none", "missing")):
+        with pytest.raises(ValueError, match=reason):
+            check_node_key(place)
+
+
+def test_rows_are_padded_to_few_sizes():
+    rooms = [room_for(n) for n in range(1, 3000)]
+    assert all(n <= room <= max(16, n * 1.126) for n, room in enumerate(rooms, 1))
+    assert len(set(rooms)) < 70
+
+
+def test_the_library_does_not_import_flower():
+    code = "import sys, fedbraid; from fedbraid.cli.main import make_app; make_app(); sys.exit('flwr' in sys.modules)"
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=False).returncode == 0
