@@ -54,7 +54,7 @@ def test_the_app_is_one_that_flower_accepts(app):
     assert not warnings
     assert config["project"]["name"] == "my-app"
     assert len(build_fab_from_disk(app)) > 1000
-    assert "Put this site's own loading here" in (app / "federation" / "client.py").read_text()
+    assert "Put the loading of sites' own data here" in (app / "federation" / "client.py").read_text()
     for name in ("client.py", "server.py"):
         compile((app / "federation" / name).read_text(), name, "exec")
 
@@ -117,7 +117,9 @@ def test_check_loads_a_sites_data_as_its_node_would(app, tmp_path):
     assert check_site(app, f'data="{good}"')["examples"] == len(rows["y"])
     result = cli("check", app, "--node-config", f'data="{good}"', "--json")
     assert json.loads(result.stdout)["examples"] == len(rows["y"])
+    assert check_site(app, 'loader="flower.small:two_digits"')["examples"] == 2
     for config, word in (
+        ('loader="flower.small:nothing"', "has no 'nothing'"),
         (f'data="{bad}"', r"field 'x': one example has shape \(63,\), the schema asks for \(64,\)"),
         ('data="/nowhere.npz"', "cannot read the data"),
         ("partition-id=3", "clients are numbered 0 to 2"),
@@ -187,6 +189,16 @@ def test_certificates_that_cannot_be_used_are_refused_in_one_line(tmp_path, app)
     with pytest.raises(ValueError, match="is missing"):
         rehearsal.up(1, tls=True)
     assert not rehearsal.processes()
+
+
+def test_keys_and_certificates_from_the_command_line(tmp_path):
+    words = ("certificates", tmp_path / "tls", "--host", "server.example.org", "--host", "10.0.0.7", "--json")
+    made = json.loads(cli(*words).stdout)
+    check_certificates(Certificates.at(tmp_path / "tls"))
+    assert made["key"].endswith("server.key")
+    assert isinstance(cli(*words).exception, ValueError)  # never over what is there
+    assert json.loads(cli("key", tmp_path / "node", "--json").stdout)["public"].endswith("node.pub")
+    check_node_key(tmp_path / "node")
 
 
 def test_node_keys_are_flowers(tmp_path):

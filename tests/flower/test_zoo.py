@@ -16,7 +16,7 @@ every_row = pytest.mark.parametrize("name", list(ROWS))
 
 # The stated overhead of a message beside its numbers: the order or answer and Flower's own message; and for every
 # dtype's buffer the objects that carry it.
-MESSAGE, BUFFER = 1600, 500
+MESSAGE, BUFFER = 1000, 350
 
 
 @every_row

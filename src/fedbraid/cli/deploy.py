@@ -67,6 +67,40 @@ def check(
 
 
 @app.command()
+def certificates(
+    folder: Annotated[Path, typer.Argument(help="folder to write ca.crt, server.pem and server.key to")],
+    host: Annotated[list[str], typer.Option(help="name or address of the SuperLink's machine; may be repeated")],
+    days: Annotated[int, typer.Option(help="how long they are valid")] = 365,
+    json: Json = False,
+) -> None:
+    """Make a certificate authority and a server certificate, for a SuperLink with TLS."""
+    from fedbraid.flower.certificates import make_certificates
+
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} exists and is not empty: choose another folder for the certificates")
+    made = make_certificates(folder, tuple(host), days=days)
+    if json:
+        print(json_.dumps({name: str(place) for name, place in made._asdict().items()}))
+    else:
+        Console(highlight=False).print(f"for the SuperLink: {made.certificate}, {made.key}; for all: {made.authority}")
+
+
+@app.command()
+def key(
+    place: Annotated[Path, typer.Argument(help="file for the private key; the public key goes beside it")],
+    json: Json = False,
+) -> None:
+    """Make a node's key pair: the private key stays at the site, the public key is registered with the SuperLink."""
+    from fedbraid.flower.certificates import make_node_key
+
+    public = make_node_key(place)
+    if json:
+        print(json_.dumps({"private": str(place), "public": str(public)}))
+    else:
+        Console(highlight=False).print(f"keep {place} at the site; register {public} with the SuperLink")
+
+
+@app.command()
 def up(
     folder: AppFolder = Path(),
     nodes: Annotated[int | None, typer.Option(help="SuperNodes to start (default: one per client, at most 8)")] = None,

@@ -55,6 +55,7 @@ from pathlib import Path
 import numpy as np
 
 from fedbraid.flower import client_app, load_plan
+from fedbraid.models.registry import resolve
 
 PLAN = load_plan(Path(__file__).parent)
 
@@ -66,14 +67,19 @@ def load_data(context):
 
 $fields
 
-    --- Put this site's own loading here. ---
-    As written, a node started with --node-config 'data="/path/to/examples.npz"' reads that file (one array per
-    field); a node without it stands in for client number partition-id of the experiment, for rehearsals.
+    --- Put the loading of sites' own data here. ---
+    Flower sends this file to every site, so what differs from site to site stands in a site's --node-config:
+        loader="module:function"   a function of the context, in a module that is installed at the site
+        data="/path/examples.npz"  a file with one array per field
+        partition-id=0             none of its own: the experiment's client of that number, for rehearsals
     """
-    if "data" in context.node_config:
-        with np.load(context.node_config["data"], allow_pickle=False) as archive:
+    site = context.node_config
+    if "loader" in site:
+        return resolve(site["loader"])(context)
+    if "data" in site:
+        with np.load(site["data"], allow_pickle=False) as archive:
             return {name: archive[name] for name in archive.files}
-    return PLAN.rehearsal_rows(context.node_config.get("partition-id"))
+    return PLAN.rehearsal_rows(site.get("partition-id"))
 
 
 app = client_app(PLAN.algorithm, PLAN.shapes, load_data, fingerprint=PLAN.fingerprint)
@@ -97,7 +103,7 @@ A Flower app written by fedbraid. $population clients, $rounds rounds.
 
 | file | what it says |
 | --- | --- |
-| `$package/client.py` | how a site loads its own data: the one place to edit |
+| `$package/client.py` | `load_data`, how sites load their own data: the one place to edit |
 | `$package/experiment.toml` | algorithm, transforms, model, seed |
 | `$package/federation.toml` | how many clients, deadlines, the schema that every site's data must fit |
 | `$package/server.py` | nothing to edit |
