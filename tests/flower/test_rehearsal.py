@@ -162,7 +162,7 @@ def test_mime_two_phase_and_scaffold_survive_kills_of_a_node_and_of_the_server(r
     scaffold = ("rounds=4", "algorithm.name=scaffold", "algorithm.client_lr=0.3")
     first = make_app(tmp_path / "mime", *mime)
     marker = tmp_path / "marker"
-    app = make_app(tmp_path / "scaffold", *scaffold, faulty=True, deadline=20.0, minimum=2, too_few="wait")
+    app = make_app(tmp_path / "scaffold", *scaffold, faulty=True, deadline=25.0, minimum=2, too_few="wait")
     rehearsal = rehearse(app, configs={2: {"fault": "hang@1", "marker": str(marker)}})
 
     # Mime: two exchanges a round, the simulator's model
@@ -180,10 +180,10 @@ def test_mime_two_phase_and_scaffold_survive_kills_of_a_node_and_of_the_server(r
     out, log = tmp_path / "scaffold-run", tmp_path / "scaffold.log"
     running = deploy_run(app, "--out", str(out), log=log)
     try:
-        wait_for(marker.exists, 90, "round 2 on node 2")
+        wait_for(marker.exists, 150, "round 2 on node 2")
         rehearsal.kill("node-2")
         rehearsal.start_node(2)
-        wait_for(lambda: "round 3/4" in log.read_text(), 90, "round 3")
+        wait_for(lambda: "round 3/4" in log.read_text(), 150, "round 3")
         (server_pid,) = server_processes(rehearsal)
         os.kill(server_pid, signal.SIGKILL)
     finally:
@@ -197,7 +197,7 @@ def test_mime_two_phase_and_scaffold_survive_kills_of_a_node_and_of_the_server(r
     assert [row["train/arrived"] for row in rest["history"]][:2] == [3, 2]
 
     again = deploy_run(app, "--resume", str(out), log=log)
-    assert again.wait(timeout=120) == 0, log.read_text()
+    assert again.wait(timeout=180) == 0, log.read_text()
     assert "round 4/4" in log.read_text()
     summary = read_summary(out)
     assert summary["finished"]
