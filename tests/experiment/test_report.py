@@ -277,6 +277,51 @@ def test_the_command_writes_beside_the_first_folder(folders, tmp_path):
     assert "is a folder" in str(refused.exception)
 
 
+# --- elsewhere -------------------------------------------------------------------------------------------------------
+
+
+def test_runs_go_to_tensorboard(folders, tmp_path):
+    pytest.importorskip("tensorboardX", reason="needs tensorboardX: pip install 'fedbraid[track]'")
+    from tensorboardX.proto.event_pb2 import Event
+
+    from fedbraid.experiment.track import send
+
+    send(collect(folders[:2]).entries, f"tensorboard:{tmp_path}")
+    (file,) = (tmp_path / "slow-seed-1").iterdir()
+    record, found, at = file.read_bytes(), {}, 0
+    while at < len(record):  # length of 8 bytes, its check of 4, the event, its check of 4
+        length = int.from_bytes(record[at : at + 8], "little")
+        for value in Event.FromString(record[at + 12 : at + 12 + length]).summary.value:
+            found.setdefault(value.tag, []).append(value.simple_value)
+        at += 16 + length
+    np.testing.assert_allclose(found["test_accuracy"], curve(0.1, 1)[1][9::10], rtol=1e-6)
+    assert len(found["train/loss"]) == ROUNDS
+
+
+def test_runs_go_to_mlflow(folders, tmp_path, monkeypatch):
+    pytest.importorskip("mlflow.tracking", reason="needs mlflow-skinny: pip install 'fedbraid[track]'")
+    from mlflow.tracking import MlflowClient
+
+    from fedbraid.experiment.track import send
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    send(collect(folders[:1]).entries, f"mlflow:{tmp_path.as_uri()}")
+    client = MlflowClient(tracking_uri=tmp_path.as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("fedbraid").experiment_id])
+    assert run.data.params["algorithm.client_lr"] == "0.1"
+    history = client.get_metric_history(run.info.run_id, "test_accuracy")
+    assert [m.step for m in history] == [10, 20, 30, 40]
+    np.testing.assert_allclose([m.value for m in history], curve(0.1, 0)[1][9::10])
+
+
+def test_other_sinks_are_refused(folders):
+    from fedbraid.experiment.track import send
+
+    for sink in ("wandb:x", "tensorboard", "mlflow:"):
+        with pytest.raises(ConfigError, match="tensorboard:FOLDER or mlflow:URI"):
+            send(collect(folders[:1]).entries, sink)
+
+
 # --- in a browser ----------------------------------------------------------------------------------------------------
 
 

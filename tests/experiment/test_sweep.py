@@ -226,6 +226,21 @@ def test_going_on_is_as_if_it_had_not_stopped(several):
     assert np.all(np.diff(rest.seconds) > 0)
 
 
+def test_on_lanes_a_sweep_keeps_as_many_as_shorten_a_round(several):
+    """One client of 20 steps beside nine of 1: a second lane takes the nine, a third would wait."""
+    config, _, points, _, _ = several
+    rng = np.random.default_rng(0)
+    sizes = [200, *[10] * 9]
+    clients = [{"x": rng.normal(size=(n, 64)).astype(np.float32), "y": rng.integers(0, 10, n)} for n in sizes]
+    data = FederatedData(Split.from_clients(clients), info={"classes": 10})
+    lanes = with_values(config, {"cohort": "all", "algorithm.batch_size": 10, "engine.plan": "lanes"})
+    program = Together(lanes, data, [RATE], points=5)
+    assert program.plan.chunk == 2
+    reference = Together(with_values(lanes, {"engine.plan": "sequential"}), data, [RATE], points=5)
+    ours, theirs = (p.run(points, seed=3, rounds=2).history["train/loss"] for p in (program, reference))
+    np.testing.assert_allclose(ours[:3], theirs[:3], rtol=1e-4)
+
+
 def test_rates_are_traced_and_counts_are_not():
     config = small("algorithm.name=fedprox", "transforms=[{name='clip', bound=1.0}]")
     data = build(config).data

@@ -18,6 +18,9 @@ def command(
     title: Annotated[str | None, typer.Option(help="heading of the page")] = None,
     drift: Annotated[int, typer.Option(help="go through so many first rounds of plain runs again to show drift")] = 0,
     plots: Annotated[bool, typer.Option("--plots/--no-plots", help="also every plot as PNG and PDF")] = True,
+    to: Annotated[
+        list[str] | None, typer.Option("--to", help="also send the runs to tensorboard:FOLDER or mlflow:URI")
+    ] = None,
     open_: Annotated[bool, typer.Option("--open", help="open it in the browser")] = False,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
 ) -> None:
@@ -27,6 +30,10 @@ def command(
     place = out if out is not None else folders[0] / "report.html"
     found = collect(folders, drift=drift)
     written = write_report(found, place, title=title, plots=plots)
+    if to:
+        from fedbraid.experiment.track import send
+
+        written["sent"] = {sink: send(found.entries, sink) for sink in to}
     if open_:
         import webbrowser
 

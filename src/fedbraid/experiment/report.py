@@ -27,7 +27,17 @@ from fedbraid.experiment.figures import draw_clients, draw_curves, draw_drift, d
 from fedbraid.experiment.sweep import SWEEP, TRIALS
 from fedbraid.experiment.trials import Row, read_trials
 
-__all__ = ["Collection", "Entry", "Tuned", "citation", "collect", "page_data", "write_report"]
+__all__ = [
+    "Collection",
+    "Entry",
+    "Tuned",
+    "citation",
+    "collect",
+    "config_difference",
+    "flat",
+    "page_data",
+    "write_report",
+]
 
 MOST_POINTS = 400  # of a curve on the page
 AXES = ("rounds", "bytes", "seconds")
@@ -328,12 +338,11 @@ def _rounded(value: Any) -> Any:
 
 def config_difference(configs: Mapping[str, Config]) -> list[tuple[str, list[str | None]]]:
     """The keys at which configurations differ, with the value of each; None where it is the default."""
-    flat = {label: _flat(config.model_dump(mode="json")) for label, config in configs.items()}
-    keys = sorted({key for one in flat.values() for key in one} - {"seed"})
+    each = [flat(config.model_dump(mode="json")) for config in configs.values()]
     rows = []
-    for key in keys:
-        if len({json.dumps(one[key]) if key in one else None for one in flat.values()}) > 1:
-            rows.append((key, [_shown(one[key]) if key in one else None for one in flat.values()]))
+    for key in sorted({key for one in each for key in one} - {"seed"}):
+        if len({json.dumps(one[key]) if key in one else None for one in each}) > 1:
+            rows.append((key, [_shown(one[key]) if key in one else None for one in each]))
     return rows
 
 
@@ -341,14 +350,19 @@ def _shown(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else json.dumps(value)
 
 
-def _flat(tree: Any, before: str = "") -> dict[str, Any]:
+def flat(tree: Any, before: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys.
+
+    >>> flat({"a": {"b": 1}, "c": [{"d": 2}]})
+    {'a.b': 1, 'c.0.d': 2}
+    """
     if isinstance(tree, Mapping):
         items = tree.items()
     elif isinstance(tree, list) and any(isinstance(one, Mapping) for one in tree):
         items = enumerate(tree)
     else:
         return {before: tree}
-    return {k: v for name, one in items for k, v in _flat(one, f"{before}.{name}" if before else str(name)).items()}
+    return {k: v for name, one in items for k, v in flat(one, f"{before}.{name}" if before else str(name)).items()}
 
 
 class Citation(NamedTuple):
