@@ -89,6 +89,7 @@ FAULTS = {
     "long": (raw(5), "malformed", "5 float32"),
     "other dtype": (raw(4, "float64"), "malformed", "float64"),
     "huge": (raw(10_000_000), "oversized", "40 MB"),
+    "long words": (plain(leaves="x" * 2_000_000), "oversized", "2 MB"),
     "nothing": (bare, "malformed", "does not run fedbraid"),
     "other tag": (plain(tag="0.0.zzz"), "malformed", "0.0.zzz"),
     "weight as text": (plain(weight="much"), "malformed", "weight"),
@@ -121,6 +122,25 @@ def test_a_bad_reply_is_left_out_counted_and_named_and_training_goes_on(fault, l
     assert not notes[2]
     close(served.params, lost, 0)
     assert finite(served.params)
+
+
+def test_a_reply_that_flower_cannot_read_takes_no_other_with_it():
+    grid = grid_of(ALG)
+    honest = grid.pull_messages
+
+    def pull(ids):
+        """Client 1's reply in round 2 is not what Flower makes."""
+        bad = {m.metadata.message_id for m in grid.sent if m.content[PLAIN].get("round") == 1}
+        bad &= {m.metadata.message_id for m in grid.sent if m.content[PLAIN].get("client") == BAD}
+        if bad & set(ids):
+            raise AttributeError("no such object")
+        return honest(ids)
+
+    grid.pull_messages = pull
+    notes = []
+    served = deploy(ALG, grid, rounds=3, policy=QUICK, on_round=lambda told: notes.append(told.notes))
+    assert served.history["train/arrived"].tolist() == [5, 4, 5]
+    assert "client 1 (node 101) left out, failed: unreadable: no such object" in notes[1][0]
 
 
 def test_weights_renormalise_over_the_uploads_that_count():

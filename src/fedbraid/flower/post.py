@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import httpx
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
@@ -46,6 +47,7 @@ class Post:
     def __init__(self, grid: Grid, *, keep: float) -> None:
         self._grid, self._keep = grid, keep
         self._waiting: dict[str, Ticket] = {}
+        self._careful = False
 
     def waiting(self, tag: str) -> set[int]:
         """The nodes that a message with this tag is on its way to."""
@@ -69,17 +71,23 @@ class Post:
         self._waiting = {id_: ticket for id_, ticket in self._waiting.items() if ticket.expires >= now}
         if not self._waiting:
             return []
-        try:
-            return self._match(self._grid.pull_messages(list(self._waiting)))
-        except (ValueError, TypeError, KeyError):
-            found = []  # ask one by one to see whose it is
-            for id_, ticket in list(self._waiting.items()):
-                try:
-                    found += self._match(self._grid.pull_messages([id_]))
-                except (ValueError, TypeError, KeyError) as error:
-                    del self._waiting[id_]
-                    found.append(Reply(ticket, None, f"unreadable: {error}"))
-            return found
+        if not self._careful:
+            try:
+                return self._match(self._grid.pull_messages(list(self._waiting)))
+            except httpx.HTTPError:  # the SuperLink cannot be reached: nobody's reply is to blame
+                raise
+            except Exception:  # Flower raises many kinds on bytes that it did not make
+                self._careful = True
+        found = []  # from now on one by one: an unreadable reply must not take others with it
+        for id_, ticket in list(self._waiting.items()):
+            try:
+                found += self._match(self._grid.pull_messages([id_]))
+            except httpx.HTTPError:
+                raise
+            except Exception as error:
+                del self._waiting[id_]
+                found.append(Reply(ticket, None, f"unreadable: {error}"))
+        return found
 
     def _match(self, messages) -> list[Reply]:
         found = []

@@ -47,8 +47,8 @@ def write_run(
         "model": config.model.name,
         "finished": finished,
         "rounds": served.rounds,
-        "seconds": served.seconds,
-        "rounds_per_second": served.rounds / served.seconds if served.seconds else 0.0,
+        "seconds": float(table["seconds"][-1]),  # of all rounds, also of those before a restart
+        "rounds_per_second": served.rounds / float(table["seconds"][-1]),
         "final": final,
         "bytes": {way: int(table[f"bytes_{way}"][-1]) for way in ("down", "up")},
         "engine": {"plan": "flower", "clients": len(served.nodes), "counts": served.counts},

@@ -17,6 +17,7 @@ from fedbraid.flower.post import Letter, Post, Reply
 from fedbraid.flower.states import INIT
 from fedbraid.flower.wire import Greeting, Presence, Refusal, content, read_plain
 
+PRESENCE = 4 << 20  # bytes that a node's answer to a greeting has at most
 RETRY = 15.0  # seconds after which a node that could not answer is greeted again
 
 __all__ = ["Node", "Roster", "Terms"]
@@ -82,6 +83,8 @@ class Roster:
             self._retry[reply.ticket.node] = time.monotonic() + RETRY
             return f"node {reply.ticket.node} could not answer: {reply.error}"
         try:
+            if wire.bounded_bytes(reply.message, PRESENCE) > PRESENCE:
+                raise MessageError("its answer to the greeting is far too large")
             if wire.is_refusal(reply.message):
                 raise MessageError(read_plain(reply.message, Refusal).refused)
             presence = read_plain(reply.message, Presence)

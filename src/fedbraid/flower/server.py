@@ -340,19 +340,18 @@ class _Run:
 
     def gather(self) -> None:
         """Wait for the population, at most as long as the policy says."""
+        population = self.roster.terms.population
         until, pause = time.monotonic() + self.policy.join, POLL[0]
-        clients = self.roster.clients
-        while len(self.roster.clients) < self.roster.terms.population and time.monotonic() < until:
+        while len(self.roster.clients) < population and time.monotonic() < until:
             self.roster.greet()
             pause = POLL[0] if self.listen(None) else min(2 * pause, POLL[1])
-            if len(self.roster.clients) < self.roster.terms.population:
+            if len(self.roster.clients) < population:
                 time.sleep(max(0.0, min(pause, until - time.monotonic())))
-        clients = self.roster.clients
-        if len(clients) < self.policy.minimum:
+        if (joined := len(self.roster.clients)) < self.policy.minimum:
             reasons = "".join(f"\n  {reason}" for reason in self.roster.refused.values())
             raise TooFewError(
-                f"{len(clients)} of {self.roster.terms.population} clients joined within {self.policy.join:g} s; at "
-                f"least {self.policy.minimum} must{reasons}"
+                f"{joined} of {population} clients joined within {self.policy.join:g} s; at least "
+                f"{self.policy.minimum} must{reasons}"
             )
 
     def listen(self, asked: _Asked | None) -> int:
@@ -361,7 +360,7 @@ class _Run:
         for reply in replies:
             if reply.ticket.tag == wire.HELLO:
                 if reason := self.roster.hear(reply, self.taken):
-                    self.counts["refused"] += 1
+                    self.counts["refused"] += reply.ticket.node in self.roster.refused
                     self.say(reason)
             elif asked is None or reply.ticket.tag != asked.tag:
                 self.counts["late"] += reply.message is not None
@@ -377,7 +376,10 @@ class _Run:
     def judge(self, asked: _Asked, reply: Reply) -> None:
         """One reply: an upload that counts, or a note that says whose does not, and why."""
         node, client = reply.ticket.node, reply.ticket.client
-        self.roster.answered(node)
+        if reply.message is None:
+            self.roster.missed(node)
+        else:
+            self.roster.answered(node)
         del asked.awaited[client]
         kind, reason = self.take(asked, client, reply)
         if kind:
@@ -390,10 +392,9 @@ class _Run:
         if message is None:
             return "failed", reply.error
         wanted = self.messages[asked.exchange].up.nbytes
-        size = wire.array_bytes(message)
-        if size > wanted + SLACK:
+        if (size := wire.bounded_bytes(message, wanted + SLACK)) > wanted + SLACK:
             return "oversized", f"it sent {_bytes(size)}, an upload here has {_bytes(wanted)}"
-        asked.tally["up"] += wire.serialized_bytes(message)
+        asked.tally["up"] += size
         try:
             if wire.is_refusal(message):
                 refusal = read_plain(message, Refusal)

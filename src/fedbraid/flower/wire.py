@@ -136,6 +136,12 @@ def array_bytes(message: Message) -> int:
     return sum(len(a.data) for record in message.content.array_records.values() for a in record.values())
 
 
+def bounded_bytes(message: Message, limit: int) -> int:
+    """Bytes of a message as it was serialised; of one whose arrays are already too many, those alone."""
+    size = array_bytes(message)
+    return size if size > limit else serialized_bytes(message)
+
+
 def serialized_bytes(message: Message) -> int:
     """Bytes of a message as Flower serialises it: every object that it sends."""
     return sum(len(item.deflate()) for item in get_all_nested_objects(message).values())
