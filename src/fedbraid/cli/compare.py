@@ -92,11 +92,12 @@ def _closing(console: Console, summary: dict[str, Any], folder: Path) -> None:
         cells += [f"{clients[name]:.3f}" if name in clients else "" for name in ("p10", "worst")]
         table.add_row(*cells)
     console.print(table)
-    console.print(
-        f"\n{summary['criterion']}; mean ± deviation over seeds {summary['seeds']}; equal {summary['protocol']}"
-    )
+    over = ", ".join(map(str, summary["seeds"]))
+    equal = summary["protocol"].replace("-", " ")
+    console.print(f"\n{summary['criterion']}; mean ± deviation over seeds {over}; equal {equal}.")
+    console.print("10th percentile and worst: over clients, each by its own test examples, under the last model.")
     if summary["tuned_on"]:
-        console.print(f"tuned on {summary['tuned_on']}")
+        console.print(f"Tuned on {summary['tuned_on']}; the test set took no part.")
     if edges:
         console.print(f"[yellow]best at the edge of its grid, look beyond: {'; '.join(edges)}[/]")
     console.print(f"\nsee it: fedbraid report {folder}", soft_wrap=True)

@@ -446,7 +446,7 @@ def _subtitle(found: Collection) -> str:
         parts.append(f"model {first.model.name}" + (f" ({options})" if options else ""))
     if len({entry.config.rounds for entry in entries}) == 1:
         parts.append(f"{first.rounds} rounds")
-    parts += [f"equal {summary['protocol']}, {summary['criterion']}" for summary in found.comparisons]
+    parts += [f"equal {summary['protocol'].replace('-', ' ')}" for summary in found.comparisons]
     return " · ".join(parts)
 
 
@@ -531,7 +531,9 @@ def _comparison_table(summary: Mapping[str, Any]) -> str:
         cells += [_amount(row.get("bytes")), f"{row['trials_diverged']} of {row['trials']}"]
         rows.append(cells)
     seeds = ", ".join(map(str, summary["seeds"]))
-    about = f"{summary['criterion']}; mean ± deviation over seeds {seeds}. Equal {summary['protocol']}."
+    about = (
+        f"{summary['criterion']}; mean ± deviation over seeds {seeds}. Equal {summary['protocol'].replace('-', ' ')}."
+    )
     if summary["tuned_on"]:
         about += f" Tuned on {summary['tuned_on']}, never on the test set."
     return _table(heads, rows) + f'<p class="note">{html.escape(about)}</p>'
