@@ -68,7 +68,7 @@ class Feed:
         """Streamed blocks have one size for the whole run, the largest needed, so that it compiles once."""
         if self.stream:
             rows = [self._block_rows(slots) for r in rounds for slots, _ in self.layout(r)]
-            self._rows = max(rows, default=1)
+            self._rows = max([self._rows, 1, *rows])  # of all that was reserved: several seeds may share a program
 
     def _block_rows(self, slots: Slots) -> int:
         sizes = np.where(slots.ids < self.split.num_clients, slots.size, 0)
