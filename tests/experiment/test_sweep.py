@@ -187,7 +187,7 @@ def several():
     config = small("algorithm.name=scaffold", f"{RATE}=0.1")
     data = build(config).data
     points = [{RATE: rate} for rate in (0.01, 0.03, 0.1, NAN, 0.3)]
-    program = Together(config, data, [RATE], points=5, test=data.test)
+    program = Together(config, data, [RATE], points=5, seeds=[3], test=data.test)
     return config, data, points, program, program.run(points, seed=3, rounds=6)
 
 
@@ -226,6 +226,19 @@ def test_going_on_is_as_if_it_had_not_stopped(several):
     assert np.all(np.diff(rest.seconds) > 0)
 
 
+def test_streamed_data_gives_the_same(several):
+    """Cohorts that come from the host one by one, at a seed with larger cohorts than the configuration's own."""
+    config, data, points, _, outcome = several
+    streamed = with_values(config, {"engine.data_in": "host", "cohort": 4})
+    program = Together(streamed, data, [RATE], points=2, seeds=[0, 1, 3], test=data.test)
+    assert program.feed.stream
+    again = program.run(points[:2], seed=3, rounds=6)
+    for name, column in again.history.items():
+        np.testing.assert_allclose(column, outcome.history[name][:2], rtol=1e-4, atol=1e-6, err_msg=name)
+    with pytest.raises(ValueError, match=r"seeds \[0, 1, 3\], got 7"):
+        program.run(points[:2], seed=7, rounds=6)
+
+
 def test_on_lanes_a_sweep_keeps_as_many_as_shorten_a_round(several):
     """One client of 20 steps beside nine of 1: a second lane takes the nine, a third would wait."""
     config, _, points, _, _ = several
@@ -234,9 +247,9 @@ def test_on_lanes_a_sweep_keeps_as_many_as_shorten_a_round(several):
     clients = [{"x": rng.normal(size=(n, 64)).astype(np.float32), "y": rng.integers(0, 10, n)} for n in sizes]
     data = FederatedData(Split.from_clients(clients), info={"classes": 10})
     lanes = with_values(config, {"cohort": "all", "algorithm.batch_size": 10, "engine.plan": "lanes"})
-    program = Together(lanes, data, [RATE], points=5)
+    program = Together(lanes, data, [RATE], points=5, seeds=[3])
     assert program.plan.chunk == 2
-    reference = Together(with_values(lanes, {"engine.plan": "sequential"}), data, [RATE], points=5)
+    reference = Together(with_values(lanes, {"engine.plan": "sequential"}), data, [RATE], points=5, seeds=[3])
     ours, theirs = (p.run(points, seed=3, rounds=2).history["train/loss"] for p in (program, reference))
     np.testing.assert_allclose(ours[:3], theirs[:3], rtol=1e-4)
 
@@ -434,7 +447,7 @@ def test_a_point_that_cannot_fit_says_how_large_it_is(monkeypatch):
     data = build(config).data
     monkeypatch.setattr("fedbraid.experiment.many.free_memory", lambda device: 1000)
     with pytest.raises(ConfigError, match=r"one point of this sweep needs .* GB and there are .* GB to use"):
-        Together(config, data, [RATE], points=2, test=data.test)
+        Together(config, data, [RATE], points=2, seeds=[3], test=data.test)
 
 
 def test_trials_of_another_format_are_refused(tmp_path, monkeypatch):

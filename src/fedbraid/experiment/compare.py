@@ -330,7 +330,7 @@ def _finals(
         place = folder / f"seed-{seed}"
         if not (place / runfolder.SUMMARY).is_file():
             if program is None:
-                program = Together(config, data, (), points=1, test=data.test)
+                program = Together(config, data, (), points=1, seeds=seeds, test=data.test)
             if tell is not None:
                 tell(News((seed - seeds[0]) / len(seeds), 0, 0, None, None, f"testing, seed {seed}"))
             outcome = program.run([{}], seed=seed, rounds=config.rounds)

@@ -186,6 +186,7 @@ class Together:
     config: a configuration with valid values for all keys (the first point's).
     test: what is evaluated, under names that begin with ``prefix``; never looked at when None.
     points: how many there will be; ``size`` is how many of them run at a time, as many as fit into memory or ``most``.
+    seeds: those that will be run; streamed cohorts get room for the largest of theirs.
     """
 
     def __init__(
@@ -195,6 +196,7 @@ class Together:
         keys: Sequence[str],
         *,
         points: int,
+        seeds: Sequence[int],
         test: Split | None = None,
         prefix: str = "test_",
         most: int | None = None,
@@ -217,7 +219,10 @@ class Together:
         self.every = config.evaluation.every
         window = min(WINDOW, config.rounds, self.every)
         self.feed = Feed(alg, self.plan, self.mesh, split, seed=config.seed, window=window, stream=stream)
-        self.feed.reserve(range(config.rounds))
+        self.seeds = tuple(seeds)
+        for seed in self.seeds:
+            self.feed.seed = seed
+            self.feed.reserve(range(config.rounds))
         self.test = None
         self.clients = 0 if test is None else test.num_clients
         if test is not None:
@@ -359,6 +364,8 @@ class Together:
         real = len(points)
         if not 1 <= real <= self.size:
             raise ValueError(f"this program takes 1 to {self.size} points, got {real}")
+        if seed not in self.seeds:
+            raise ValueError(f"this program was made for the seeds {list(self.seeds)}, got {seed}")
         rows = np.minimum(np.arange(self.size), real - 1)  # the last point again where there are too few: dropped below
         numbers = np.array([[float(point[key]) for key in self.keys] for point in points])
         values = self._values(numbers.reshape(real, -1)[rows])

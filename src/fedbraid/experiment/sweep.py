@@ -206,7 +206,16 @@ class Lab:
             self.programs.pop(next(iter(self.programs)))
         config = with_values(self.config, points[0])
         data, most = self.data_of(config), self.tuning.at_once
-        made = Together(config, data, self.traced, points=len(points), test=data.validation, prefix=PREFIX, most=most)
+        made = Together(
+            config,
+            data,
+            self.traced,
+            points=len(points),
+            seeds=self.tuning.seed_list,
+            test=data.validation,
+            prefix=PREFIX,
+            most=most,
+        )
         self.programs[static, made.size] = made
         self.compiled += 1
         return made
