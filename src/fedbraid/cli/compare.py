@@ -14,9 +14,7 @@ from rich.table import Table
 
 
 def command(
-    config: Annotated[
-        Path | None, typer.Argument(help="TOML file with [[methods]]; without one the embedded one")
-    ] = None,
+    config: Annotated[Path | None, typer.Argument(help="TOML file with methods; default: the embedded one")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="key=value, such as compare.seeds=5")] = None,
     protocol: Annotated[
         str | None, typer.Option(help="what is equal: rounds, client-communication or total-communication")

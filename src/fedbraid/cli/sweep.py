@@ -14,7 +14,7 @@ from rich.table import Table
 
 
 def command(
-    config: Annotated[Path | None, typer.Argument(help="TOML file, with a [sweep] section or without")] = None,
+    config: Annotated[Path | None, typer.Argument(help="TOML file, with a sweep section or without")] = None,
     over: Annotated[
         list[str] | None,
         typer.Option(
