@@ -14,7 +14,7 @@ GROUPS = {
     "data": "import, split and inspect data",
     "deploy": "a real federation through Flower",
 }
-COMMANDS = ("run", "sweep", "compare", "report", "list", "cost", "diagnose")
+COMMANDS = ("run", "sweep", "compare", "report", "reproduce", "list", "cost", "diagnose")
 
 
 def make_app() -> typer.Typer:

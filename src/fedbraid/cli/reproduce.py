@@ -1,0 +1,82 @@
+"""``fedbraid reproduce``: figures and tables of the papers, the paper's number beside ours."""
+
+from __future__ import annotations
+
+import json as json_
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+
+
+def command(
+    names: Annotated[list[str] | None, typer.Argument(help="entries, or 'all'; see --list", metavar="NAME...")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="show what there is")] = False,
+    full: Annotated[
+        bool, typer.Option("--full/--quick", help="the paper's setting, or a small one that takes seconds")
+    ] = False,
+    data: Annotated[
+        list[str] | None, typer.Option("--data", help="where data for --full lie: shakespeare=FOLDER, femnist=FILE")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="folder for pages, pictures and unfinished work")] = Path("reproductions"),
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
+) -> None:
+    """Reproduce figures and tables of the papers: a picture and a table "paper, ours, within band" each."""
+    from fedbraid.experiment.config import ConfigError
+    from fedbraid.reproduce import entries, reproduce, write_index
+
+    if list_:
+        return _list(json)
+    if not names:
+        raise ConfigError("name an entry, or 'all'; fedbraid reproduce --list shows them")
+    places = {}
+    for given in data or []:
+        name, equals, place = given.partition("=")
+        if not equals or not place:
+            raise ConfigError(f"--data reads NAME=FOLDER, got {given!r}")
+        places[name] = Path(place)
+    console = Console(highlight=False, stderr=json)
+    results = []
+    for name in list(entries()) if names == ["all"] else names:
+        with console.status(name) as status:
+
+            def tell(line: str, name: str = name, status: Status = status) -> None:
+                status.update(f"{name}: {line}")
+
+            results.append(reproduce(name, size="full" if full else "quick", out=out, data=places, tell=tell))
+        if not json:
+            _print(console, results[-1], out)
+    write_index(out)
+    if json:
+        print(json_.dumps({"results": results}))
+
+
+def _list(json: bool) -> None:
+    from fedbraid.reproduce import entries
+
+    if json:
+        about = {n: {"title": e.title, "paper": e.paper, "needs": e.needs} for n, e in entries().items()}
+        print(json_.dumps(about))
+        return
+    table = Table(box=None, pad_edge=False)
+    for head in ("name", "what", "data for --full", "--full takes"):
+        table.add_column(head)
+    for name, entry in entries().items():
+        table.add_row(name, entry.title, ", ".join(entry.needs), entry.duration)
+    Console(highlight=False).print(table)
+
+
+def _print(console: Console, result: dict, out: Path) -> None:
+    from fedbraid.reproduce.page import shown
+
+    table = Table(title=f"{result['name']}: {result['title']}", title_justify="left", box=None, pad_edge=False)
+    for head in ("", "paper", "ours", "band we accept", "within"):
+        table.add_column(head)
+    for row in result["findings"]:
+        within = "[green]yes[/]" if row["within"] else "[red]no[/]"
+        table.add_row(row["what"], row["paper"], shown(row["ours"]), row["band"], within)
+    console.print(table)
+    console.print(f"[bold]{out / result['name']}.md[/] and .png, {result['seconds']:.4g} s\n", soft_wrap=True)

@@ -1,0 +1,1 @@
+"""Karimireddy et al., "Mime: Mimicking Centralized Stochastic Algorithms in Federated Learning"."""

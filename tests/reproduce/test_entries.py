@@ -1,0 +1,52 @@
+"""Every entry's quick form holds, and its page says what was found."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fedbraid.experiment.config import ConfigError
+from fedbraid.reproduce import Entry, Evidence, Finding, entries, reproduce, write_index, write_page
+
+
+@pytest.mark.parametrize("name", list(entries()))
+def test_the_quick_form_finds_what_the_paper_says(name, tmp_path):
+    result = reproduce(name, size="quick", out=tmp_path)
+    assert result["of"] > 0
+    assert [row for row in result["findings"] if not row["within"]] == []
+    assert (tmp_path / f"{name}.png").stat().st_size > 3000
+    assert json.loads((tmp_path / f"{name}.json").read_text()) == result
+
+
+@pytest.mark.parametrize("name", list(entries()))
+def test_entries_say_what_they_do(name):
+    entry = entries()[name]
+    assert entry.paper
+    assert entry.setting.strip()
+    assert entry.quick.strip()
+
+
+def test_a_miss_is_shown_as_one(tmp_path):
+    from matplotlib.figure import Figure
+
+    entry = Entry("a title", "somebody", "a setting", "quickly", run=lambda job: None, deviations=("smaller",))
+    evidence = Evidence((Finding("x", "3", 4.0, 2.9, 3.1), Finding("y", "1", float("nan"), 0, 2)), Figure(), ("odd",))
+    result = write_page(tmp_path, "one", entry, evidence, size="full", seconds=1.0, machine="a machine")
+    assert (result["within"], result["of"]) == (0, 2)
+    page = (tmp_path / "one.md").read_text()
+    assert "| x | 3 | 4 | 2.9 to 3.1 | **no** |" in page
+    assert "- smaller" in page
+    assert "- odd" in page
+    assert "0 of 2" in write_index(tmp_path).read_text()
+
+
+def test_unknown_names_and_missing_data_are_refused_before_work(tmp_path):
+    with pytest.raises(ConfigError, match="mime-table4"):
+        reproduce("mime-table44", out=tmp_path)
+    for name, entry in entries().items():
+        if entry.needs:
+            with pytest.raises(ConfigError, match=f"--data {entry.needs[0]}="):
+                reproduce(name, size="full", out=tmp_path)
+            with pytest.raises(ConfigError, match="nothing there"):
+                reproduce(name, size="full", out=tmp_path, data={n: Path("/no/such") for n in entry.needs})
+    assert not list(tmp_path.iterdir())
