@@ -1,0 +1,231 @@
+"""Training runs of the entries: points as one program, in pieces that are kept and gone on from.
+
+The result of a run is a small JSON file in the entry's work folder; a run that was stopped goes on from the models kept
+beside it. Both are read again only if they were made by the same configuration, points and data.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedbraid.core import Algorithm
+from fedbraid.data.federated import FederatedData
+from fedbraid.experiment.build import Experiment
+from fedbraid.experiment.config import Config
+from fedbraid.experiment.many import Outcome, Point, Together, with_values
+
+__all__ = ["Swap", "best", "rounds_to", "score", "train"]
+
+Swap = Callable[[Callable, Mapping[str, Any]], Algorithm]  # (loss, options of the configuration's algorithm)
+
+
+class _Swapped(Together):
+    """Points of an algorithm that a configuration cannot name, such as one over an optax optimizer.
+
+    The configuration names a stand-in with the same exchanges and messages, of which the cohorts and the traffic are
+    laid out; ``swap`` makes what runs in its place, with the stand-in's loss and (traced) options.
+    """
+
+    def __init__(self, swap: Swap, *arguments: Any, **options: Any) -> None:
+        self._swap = swap
+        super().__init__(*arguments, **options)
+
+    def _experiment(self, values: Any) -> Experiment:
+        one = super()._experiment(values)
+        return one._replace(algorithm=self._swap(one.loss, one.config.algorithm.options))
+
+
+def train(
+    name: str,
+    config: Config,
+    data: FederatedData,
+    points: Sequence[Point],
+    *,
+    work: Path,
+    marks: Collection[int] = (),
+    piece: int | None = None,
+    swap: Swap | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Run all points for ``config.rounds`` rounds, or read ``work/NAME.json`` where that was done before.
+
+    marks: rounds to evaluate after, beside those that the configuration says.
+    piece: rounds after which models and curves so far are kept; None keeps nothing before the end.
+    swap: makes the algorithm in place of the one that the configuration names.
+
+    The result has ``points``, ``rounds`` (those evaluated), ``diverged``, one list a point of every metric of the test
+    split under its name, ``train_loss`` at every round, the ``models`` sent a round (both ways) and ``seconds``.
+    """
+    asked = {
+        "config": config.model_dump(mode="json"),
+        "points": [dict(point) for point in points],
+        "marks": sorted(marks),
+        "data": [data.name, data.train.num_clients, data.train.num_examples],
+    }
+    path = work / f"{name}.json"
+    if path.exists():
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["asked"] == asked:
+            return kept
+    work.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    keys = tuple(points[0])
+    filled = with_values(config, points[0])
+    options = {"points": len(points), "seeds": (config.seed,), "test": data.test}
+    if swap is None:
+        together = Together(filled, data, keys, **options)
+    else:
+        together = _Swapped(swap, filled, data, keys, **options)
+    outcomes = []
+    for i, chunk in enumerate(together.chunks(points)):
+        kept = work / f"{name}-{i}.npz"
+
+        def on_progress(done: int, first: int = i * together.size, count: int = len(chunk)) -> None:
+            tell(f"{name}: round {done} of {config.rounds}, points {first + 1} to {first + count} of {len(points)}")
+
+        outcomes.append(_run(together, chunk, asked, kept, marks=marks, piece=piece, swap=swap, tell=on_progress))
+    result = {"asked": asked, "name": name, "points": asked["points"], **_joined(outcomes, together)}
+    result["seconds"] = round(time.perf_counter() - start, 1)
+    _replace(path, lambda temporary: temporary.write_text(json.dumps(result), encoding="utf-8"))
+    for i in range(len(outcomes)):
+        (work / f"{name}-{i}.npz").unlink(missing_ok=True)
+    return result
+
+
+def _run(
+    together: Together,
+    points: Sequence[Point],
+    asked: Mapping[str, Any],
+    kept: Path,
+    *,
+    marks: Collection[int],
+    piece: int | None,
+    swap: Swap | None,
+    tell: Callable[[int], None],
+) -> Outcome:
+    config = together.config
+    outcome = _read(kept, asked, together, swap) if piece is not None and kept.exists() else None
+    done = 0 if outcome is None else outcome.rounds
+    while done < config.rounds:
+        end = config.rounds if piece is None else min(done + piece, config.rounds)
+        due = [mark for mark in marks if done < mark <= end]
+        outcome = together.run(
+            points, seed=config.seed, rounds=end, start=outcome, keep=end < config.rounds, marks=due, on_progress=tell
+        )
+        done = end
+        if done < config.rounds:
+            _write(kept, asked, outcome)
+    assert outcome is not None
+    return outcome
+
+
+def _joined(outcomes: Sequence[Outcome], together: Together) -> dict[str, Any]:
+    def column(kind: str, name: str) -> list[list[float | None]]:
+        return [[_plain(v) for v in row] for outcome in outcomes for row in getattr(outcome, kind)[name].tolist()]
+
+    pooled = [name for name in outcomes[0].evaluations if name != "round" and "_client_" not in name]
+    sent = together.traffic
+    return {
+        "rounds": outcomes[0].evaluations["round"].tolist(),
+        "diverged": [bool(flag) for outcome in outcomes for flag in outcome.diverged],
+        **{name: column("evaluations", name) for name in pooled},
+        "train_loss": column("history", "train/loss") if "train/loss" in outcomes[0].history else [],
+        "models": together.plan.cohort * (sent.down + sent.up) / sent.model,
+    }
+
+
+def _plain(value: float) -> float | None:
+    return round(value, 6) if math.isfinite(value) else None
+
+
+# --- what is kept of an unfinished run -------------------------------------------------------------------------------
+
+
+def _replace(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write beside and rename: a run that is stopped while it writes leaves the file before."""
+    temporary = path.with_name(f"part-{path.name}")
+    write(temporary)
+    os.replace(temporary, path)
+
+
+def _write(path: Path, asked: Mapping[str, Any], outcome: Outcome) -> None:
+    arrays = {f"carry/{i}": leaf for i, leaf in enumerate(jax.tree.leaves(outcome.carry))}
+    for kind in ("history", "evaluations", "clients"):
+        arrays |= {f"{kind}/{name}": column for name, column in getattr(outcome, kind).items()}
+    arrays |= {"rounds": np.array(outcome.rounds), "diverged": outcome.diverged, "seconds": outcome.seconds}
+    arrays["asked"] = np.frombuffer(json.dumps(asked).encode(), np.uint8)
+    _replace(path, lambda temporary: np.savez(temporary, **arrays))
+
+
+def _read(path: Path, asked: Mapping[str, Any], together: Together, swap: Swap | None) -> Outcome | None:
+    base = together.base
+    algorithm = base.algorithm if swap is None else swap(base.loss, base.config.algorithm.options)
+    shape = jax.eval_shape(lambda params: (algorithm.init(params), algorithm.init_client(params)), base.params)
+    with np.load(path, allow_pickle=False) as kept:
+        if kept["asked"].tobytes() != json.dumps(asked).encode():
+            return None
+
+        def columns(kind: str) -> dict[str, np.ndarray]:
+            return {key.removeprefix(f"{kind}/"): kept[key] for key in kept.files if key.startswith(f"{kind}/")}
+
+        leaves = [kept[f"carry/{i}"] for i in range(len(jax.tree.leaves(shape)))]
+        return Outcome(
+            int(kept["rounds"]),
+            columns("history"),
+            columns("evaluations"),
+            columns("clients"),
+            kept["diverged"],
+            kept["seconds"],
+            jax.tree.unflatten(jax.tree.structure(shape), leaves),
+        )
+
+
+# --- what is made of a result ----------------------------------------------------------------------------------------
+
+
+def score(result: Mapping[str, Any], point: int, *, metric: str = "test_accuracy", last: int = 100) -> float:
+    """The mean of a metric over the evaluations of the last rounds; nan for a point that diverged.
+
+    >>> result = {"rounds": [10, 20, 30], "test_accuracy": [[0.1, 0.5, 0.7]], "diverged": [False]}
+    >>> round(score(result, 0, last=20), 6)
+    0.6
+    """
+    if result["diverged"][point]:
+        return math.nan
+    least = result["rounds"][-1] - last
+    seen = [v for r, v in zip(result["rounds"], result[metric][point], strict=True) if r > least]
+    return math.nan if None in seen else float(np.mean(seen))
+
+
+def best(result: Mapping[str, Any], *, metric: str = "test_accuracy", last: int = 100) -> tuple[int, float]:
+    """The point with the highest score, and the score; the first point and nan if all diverged."""
+    scores = [score(result, i, metric=metric, last=last) for i in range(len(result["points"]))]
+    if all(math.isnan(s) for s in scores):
+        return 0, math.nan
+    at = int(np.nanargmax(scores))
+    return at, scores[at]
+
+
+def rounds_to(result: Mapping[str, Any], point: int, target: float, *, metric: str = "test_accuracy") -> float:
+    """The round at which a metric first reaches a target, linear between evaluations; inf if it never does.
+
+    >>> rounds_to({"rounds": [10, 20], "test_accuracy": [[0.4, 0.6]], "diverged": [False]}, 0, 0.5)
+    15.0
+    """
+    values = [math.nan if v is None else v for v in result[metric][point]]
+    before = (0, 0.0)
+    for now in zip(result["rounds"], values, strict=True):
+        if now[1] >= target:
+            share = (target - before[1]) / (now[1] - before[1]) if now[1] > before[1] else 1.0
+            return before[0] + share * (now[0] - before[0])
+        before = now
+    return math.inf
