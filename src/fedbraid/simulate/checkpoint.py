@@ -22,6 +22,7 @@ __all__ = ["CheckpointError", "latest", "load", "pack", "save", "unpack", "verif
 
 MANIFEST = "manifest.json"
 PARTIAL = "partial-"
+KEEP = 2  # newest checkpoints of a run that stay
 
 
 class CheckpointError(ValueError):
@@ -63,7 +64,7 @@ def _checksums(folder: Path) -> dict[str, str]:
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
-def save(root: Path, round_: int, tree: dict[str, Any], *, keep: int = 2) -> Path:
+def save(root: Path, round_: int, tree: dict[str, Any], *, keep: int = KEEP) -> Path:
     """Write ``tree`` (nested dicts of arrays) as the state after ``round_`` rounds; older ones beyond ``keep`` go."""
     import orbax.checkpoint as ocp
 

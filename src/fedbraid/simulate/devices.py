@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-__all__ = ["AXIS", "client_mesh", "free_memory", "replicated", "sharded", "use_cores"]
+__all__ = ["AXIS", "client_mesh", "free_memory", "host_memory", "replicated", "sharded", "use_cores"]
 
 AXIS = "clients"
 
@@ -50,4 +50,9 @@ def free_memory(device: Any) -> int:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    return host_memory()
+
+
+def host_memory() -> int:
+    """Bytes of memory that this machine has free."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

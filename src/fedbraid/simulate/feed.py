@@ -43,20 +43,24 @@ class Feed:
         self.alg, self.plan, self.mesh, self.split = alg, plan, mesh, split
         self.seed, self.stream = seed, stream
         self.window = 1 if stream else window  # rounds per portion at most: the static length of the slots
-        self.sizes, self.starts = split.sizes, split.offsets[:-1]
-        self.steps = [steps_of(exchange.client, self.sizes) for exchange in alg.exchanges]
         self._resident: dict[str, Any] | None = None
         self._rows = 0
 
+    def with_plan(self, plan: Plan) -> Feed:
+        """The same rounds laid out by another plan; data that is on the devices stays there."""
+        other = Feed(self.alg, plan, self.mesh, self.split, seed=self.seed, window=self.window, stream=self.stream)
+        other._resident = self._resident
+        return other
+
     def layout(self, round_: int) -> list[tuple[Slots, Load]]:
         """The slots of every exchange of a round, with offsets into the whole data."""
-        cohorts = cohorts_of(self.alg, self.seed, round_, self.split.num_clients, self.plan.cohort)
-        return [
-            lay_out(
-                self.plan, ids, self.starts[ids], self.sizes[ids], [fold[ids] for fold in folds], self.split.num_clients
-            )
-            for ids, folds in zip(cohorts, self.steps, strict=True)
-        ]
+        population, laid_out = self.split.num_clients, []
+        cohorts = cohorts_of(self.alg, self.seed, round_, population, self.plan.cohort)
+        for exchange, ids in zip(self.alg.exchanges, cohorts, strict=True):
+            starts = np.asarray(self.split.offsets[ids])
+            sizes = np.asarray(self.split.offsets[ids + 1]) - starts
+            laid_out.append(lay_out(self.plan, ids, starts, sizes, steps_of(exchange.client, sizes), population))
+        return laid_out
 
     def resident_arrays(self) -> dict[str, Any]:
         if self._resident is None:

@@ -21,11 +21,11 @@ from fedbraid.data.federated import FederatedData, Split
 from fedbraid.local import ClientData
 from fedbraid.simulate import checkpoint
 from fedbraid.simulate.arrival import Arrival, everyone
-from fedbraid.simulate.devices import client_mesh, free_memory, replicated
+from fedbraid.simulate.devices import client_mesh, free_memory, host_memory, replicated
 from fedbraid.simulate.engine import Engine, make_engine
 from fedbraid.simulate.evaluate import evaluator, summarize
 from fedbraid.simulate.feed import Feed, Portion
-from fedbraid.simulate.plan import Plan
+from fedbraid.simulate.plan import Load, Plan
 from fedbraid.simulate.states import HostStates
 
 __all__ = ["Checkpoints", "Progress", "Result", "simulate"]
@@ -33,6 +33,7 @@ __all__ = ["Checkpoints", "Progress", "Result", "simulate"]
 PyTree = Any
 WINDOW = 64  # rounds in one compiled call at most
 LANES = 32  # fill a large GPU; more only mask more
+EXHAUSTED = "RESOURCE_EXHAUSTED"  # in every message of a device that is out of memory
 LOOK = 0.25  # seconds between two looks at a run that shows its progress
 
 
@@ -109,7 +110,8 @@ def simulate(
     metrics: ``(params, batch) -> {name: (sums, weights)}``, evaluated on ``data.test`` every ``eval_every`` rounds
         (default: at the end only) and after the last.
     plan, chunk, devices, data_in, states_in: how it is computed; the defaults fit the machine, the results do not
-        depend on them (beyond rounding).
+        depend on them (beyond rounding). ``states_in`` may be a folder. Where a device runs out of memory, the chunk
+        is halved and the round run again.
     on_progress: called now and then; returning True ends the run after a checkpoint.
 
     Hyper-parameters inside ``alg`` may be traced, so a sweep is a ``vmap``:
@@ -144,24 +146,20 @@ def simulate(
     mesh = client_mesh(devices)
     chosen = choose_plan(alg, params, split, mesh, plan, chunk, size)
     stream = data_in == "host" or (data_in == "auto" and not fits(split.nbytes, mesh))
-    on_host = _states_on_host(alg, params, split.num_clients, states_in, mesh)
+    on_host, folder = _states_on_host(alg, params, split.num_clients, states_in, mesh, checkpoints)
     feed = Feed(alg, chosen, mesh, split, seed=seed, window=min(WINDOW, rounds), stream=stream)
-    engine = make_engine(
-        alg,
-        chosen,
-        mesh,
-        cap=int(split.sizes.max()),
-        population=split.num_clients,
-        arrival=arrival,
-        local=stream,
-    )
-    run = _Run(alg, feed, engine, traffic, rounds, seed, checkpoints, on_progress)
+    cap, population = int(split.sizes.max()), split.num_clients
+
+    def program(plan: Plan) -> Engine:
+        return make_engine(alg, plan, mesh, cap=cap, population=population, arrival=arrival, local=stream)
+
+    run = _Run(alg, feed, program, traffic, rounds, seed, checkpoints, on_progress)
     if metrics is not None:
         if federated.test is None:
             raise ValueError("metrics were given, but the data has no test split to evaluate them on")
         run.evaluate = evaluator(metrics, federated.test)
         run.eval_every = rounds if eval_every is None else eval_every
-    run.start(params, on_host, states_in if isinstance(states_in, Path) else None)
+    run.start(params, on_host, folder)
     return run.go()
 
 
@@ -171,15 +169,21 @@ def fits(wanted: int, mesh: Mesh) -> bool:
     return wanted * copies <= 0.4 * free_memory(device)
 
 
-def _states_on_host(alg: Algorithm, params: PyTree, population: int, states_in: Any, mesh: Mesh) -> bool:
-    if isinstance(states_in, Path):
-        return True
-    check_choice("states_in", states_in, ("auto", "device", "host"))
+def _states_on_host(
+    alg: Algorithm, params: PyTree, population: int, states_in: Any, mesh: Mesh, checkpoints: Checkpoints | None
+) -> tuple[bool, Path | None]:
+    """Whether client states are kept by the host, and in which folder (None: in its memory)."""
     state = jax.eval_shape(alg.init_client, params)
     bytes_each = sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    if states_in == "auto":
-        return not fits(bytes_each * population, mesh)
-    return states_in == "host" and bytes_each > 0
+    if isinstance(states_in, Path):
+        return bytes_each > 0, states_in
+    check_choice("states_in", states_in, ("auto", "device", "host"))
+    if states_in != "auto":
+        return states_in == "host" and bytes_each > 0, None
+    if fits(bytes_each * population, mesh):
+        return False, None
+    too_many = bytes_each * population > 0.4 * host_memory()
+    return True, checkpoints.folder.with_name("states") if too_many and checkpoints is not None else None
 
 
 def choose_plan(
@@ -232,6 +236,12 @@ def _host(value: Any) -> Any:
     return value if is_traced(value) else np.asarray(value)
 
 
+def _wait(tree: PyTree) -> None:
+    """Until it is computed, or has failed: what is dispatched may fail later. Traced values cannot be waited for."""
+    if not any(is_traced(leaf) for leaf in jax.tree.leaves(tree)):
+        jax.block_until_ready(tree)
+
+
 def _module(values: list[Any]) -> Any:
     return jnp if any(map(is_traced, values)) else np
 
@@ -253,14 +263,15 @@ class _Run:
         self,
         alg: Algorithm,
         feed: Feed,
-        engine: Engine,
+        program: Callable[[Plan], Engine],
         traffic: Cost,
         rounds: int,
         seed: int,
         checkpoints: Checkpoints | None,
         on_progress: Callable | None,
     ) -> None:
-        self.alg, self.feed, self.engine, self.traffic = alg, feed, engine, traffic
+        self.alg, self.feed, self.program, self.traffic = alg, feed, program, traffic
+        self.engine = program(feed.plan)
         self.rounds, self.checkpoints, self.on_progress = rounds, checkpoints, on_progress
         self.seed_key = jax.random.key(seed)
         self.evaluate: Callable | None = None
@@ -275,7 +286,8 @@ class _Run:
         alg, population = self.alg, self.feed.split.num_clients
         strong = partial(jax.tree.map, lambda leaf: jnp.array(leaf, jnp.asarray(leaf).dtype))
         self.server = _place(strong(alg.init(params)), self.feed.mesh)
-        first = strong(alg.init_client(params))
+        first = strong(alg.init_client(params))  # everybody's, before a client is asked
+        self.first = first
         self.host_states = HostStates(first, population, path) if on_host else None
         self.states: PyTree = ()
         if not on_host:
@@ -301,11 +313,15 @@ class _Run:
     def _restore(self, place: Path) -> None:
         self.done, tree = checkpoint.load(place)
         self.server = _place(checkpoint.unpack(self.server, tree["server"] or {}, "server state"), self.feed.mesh)
+        saved = tree["states"] or {}
         if self.host_states:
-            self.host_states.restore(tree["states"])
-        else:
-            saved = checkpoint.unpack(self.states, tree["states"] or {}, "client states")
-            self.states = _place(saved, self.feed.mesh)
+            self.host_states.restore(saved)
+        else:  # where they were kept may have been another place, on another machine
+            if "ids" in saved:
+                states = HostStates(self.first, self.feed.split.num_clients).dense(saved)
+            else:
+                states = checkpoint.unpack(self.states, saved, "client states")
+            self.states = _place(states, self.feed.mesh)
         self.logs = [tree["log"]] if tree["log"] else []
         rows = tree["evaluations"] or {}
         count = len(next(iter(rows.values()))) if rows else 0
@@ -342,38 +358,73 @@ class _Run:
                 number = self.feed.window
 
     def _advance(self, portion: Portion) -> None:
+        """Run a portion. What fails leaves the run as it was after the last round recorded."""
         if self.host_states is not None:
-            log = self._advance_on_host(portion)
-        else:
-            self.server, self.states, log = self.engine.rounds(
-                self.server, self.states, portion.arrays, portion.slots, portion.first, portion.number, self.seed_key
-            )
+            for i in range(portion.number):
+                self._record(portion.loads[i : i + 1], _stack([self._round_on_host(portion, i)]))
+            return
+        # not donated: a call that runs out of memory must leave the server and the states as they were
+        server, states, log = self.engine.rounds(
+            self.server, self.states, portion.arrays, portion.slots, portion.first, portion.number, self.seed_key
+        )
         log = {name: _host(column)[: portion.number] for name, column in log.items()}
+        _wait((server, states))
+        self.server, self.states = server, states
+        self._record(portion.loads, log)
+
+    def _record(self, loads: list[list[Load]], log: dict[str, Any]) -> None:
+        """Rounds that are done, with what they cost and what their clients reported."""
+        number = len(loads)
         for exchange in self.traffic.exchanges:
-            log[f"{exchange.name}/bytes_down"] = np.full(portion.number, self.feed.plan.cohort * float(exchange.down))
+            log[f"{exchange.name}/bytes_down"] = np.full(number, self.feed.plan.cohort * float(exchange.down))
             log[f"{exchange.name}/bytes_up"] = log[f"{exchange.name}/arrived"] * float(exchange.up)
         self.logs.append(log)
-        self.done += portion.number
-        loads = [load for row in portion.loads for load in row]
-        self.steps += sum(load.steps for load in loads)
-        self.masked += sum(load.masked for load in loads)
-        self.imbalance += sum(load.imbalance for load in loads) / len(loads) * portion.number
+        self.done += number
+        flat = [load for row in loads for load in row]
+        self.steps += sum(load.steps for load in flat)
+        self.masked += sum(load.masked for load in flat)
+        self.imbalance += sum(load.imbalance for load in flat) / len(flat) * number
 
-    def _advance_on_host(self, portion: Portion) -> dict[str, Any]:
+    def _round_on_host(self, portion: Portion, i: int) -> dict[str, Any]:
+        """Round ``i`` of a portion with the states on the host; if one of its exchanges fails, none has happened."""
         assert self.host_states is not None
-        rows = []
-        for i in range(portion.number):
-            row: dict[str, Any] = {}
+        row: dict[str, Any] = {}
+        server, undo = self.server, []
+        try:
             for index, slots in enumerate(portion.slots):
-                here = jax.tree.map(lambda leaf, i=i: leaf[i], slots)
-                states = self.host_states.read(here.ids)
-                self.server, states, new = self.engine.exchange(
-                    index, self.server, states, portion.arrays[index], here, portion.first + i, self.seed_key
+                here = jax.tree.map(lambda leaf: leaf[i], slots)
+                before = self.host_states.read(here.ids)
+                server, states, new = self.engine.exchange(
+                    index, server, before, portion.arrays[index], here, portion.first + i, self.seed_key
                 )
+                _wait((server, states, new))
+                undo.append((here.ids, before))
                 self.host_states.write(here.ids, states)
                 row |= new
-            rows.append(row)
-        return _stack(rows)
+        except BaseException:
+            for ids, before in reversed(undo):
+                self.host_states.write(ids, before)
+            raise
+        self.server = server
+        return row
+
+    def _shrink(self, said: str) -> None:
+        """After a call that ran out of device memory: the same run, with half as many clients at a time."""
+        plan = self.feed.plan
+        if plan.chunk == 1:
+            raise MemoryError(
+                f"out of device memory in round {self.done + 1} with one client at a time: a smaller model or batch "
+                "size, data_in = 'host' or states_in = 'host' needs less, more devices have more; the device said: "
+                + next(line for line in said.splitlines() if EXHAUSTED in line).strip()
+            )
+        smaller = plan._replace(chunk=plan.chunk // 2)
+        what = "lanes" if plan.kind == "lanes" else "clients at a time"
+        warnings.warn(
+            f"out of device memory with {plan.chunk} {what}: round {self.done + 1} is run again with {smaller.chunk}",
+            stacklevel=2,
+        )
+        self.feed = self.feed.with_plan(smaller)
+        self.engine = self.program(smaller)
 
     def _look(self, began: float) -> bool:
         """Evaluate, save and tell, whatever is due after ``self.done`` rounds. True: stop."""
@@ -392,16 +443,32 @@ class _Run:
             self._save()
         return stop
 
-    def go(self) -> Result:
-        began = time.perf_counter()
+    def _run_rounds(self, began: float) -> bool:
+        """Rounds to the end (True if it was told to stop), or until the plan had to be changed."""
         portions = self._portions()
         try:
             for portion in portions:
-                self._advance(portion)
+                try:
+                    self._advance(portion)
+                    said = None
+                except (jax.errors.JaxRuntimeError, ValueError) as error:  # which one depends on the way of dispatch
+                    if EXHAUSTED not in str(error):
+                        raise
+                    said = str(error)
+                # out of the handler, where the error no longer holds the arrays of the failed call
+                if said is not None:
+                    self._shrink(said)
+                    return False
                 if self._look(began):
-                    break
+                    return True
         finally:
             portions.close()
+        return False
+
+    def go(self) -> Result:
+        began = time.perf_counter()
+        while self.done < self.rounds and not self._run_rounds(began):
+            pass
         states = self.states if self.host_states is None else self.host_states
         info = Info(
             self.feed.plan,
