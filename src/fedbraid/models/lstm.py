@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from fedbraid.models.layers import dense, dense_init, glorot_uniform
 from fedbraid.models.model import Array, Model, check_sizes, score_tokens, supervised
+from fedbraid.models.transposable import linear
 
 PADDING = 0
 
@@ -94,26 +95,71 @@ def lstm(params: dict[str, Array], x: Array) -> Array:
     return recurrence(inputs, params["u"]).swapaxes(0, 1)
 
 
-@jax.custom_jvp
-def recurrence(inputs: Array, u: Array) -> Array:
-    """States h [T, B, hidden] of an LSTM whose gates, before activation, are inputs [T, B, 4 hidden] + h_before @ u."""
-    return _unrolled(inputs, u)[0]
-
-
-def _unrolled(inputs: Array, u: Array) -> tuple[Array, ...]:
-    """The states, and what their derivative needs: the cell before, the four gates, tanh of the cell after."""
+def _states(inputs: Array, u: Array) -> tuple[Array, Array, Array]:
+    """States h, cells c [T, B, hidden] and gates after activation [T, B, 4 hidden] in the order i, f, g, o."""
 
     def step(carry, gates):
-        h, before = carry
+        h, c = carry
         i, f, g, o = jnp.split(gates + h @ u, 4, axis=-1)
         i, f, g, o = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
-        c = f * before + i * g
-        squashed = jnp.tanh(c)
-        h = o * squashed
-        return (h, c), (h, before, i, f, g, o, squashed)
+        c = f * c + i * g
+        h = o * jnp.tanh(c)
+        return (h, c), (h, c, jnp.concatenate([i, f, g, o], axis=-1))
 
     start = jnp.zeros((inputs.shape[1], u.shape[0]), inputs.dtype)
     return jax.lax.scan(step, (start, start), inputs)[1]
+
+
+def _before(x: Array) -> Array:
+    """The value one position earlier; zero at the first."""
+    return jnp.concatenate([jnp.zeros_like(x[:1]), x[:-1]])
+
+
+def _slopes(c: Array, gates: Array) -> tuple[Array, Array, Array, Array]:
+    """What a change of the four gates, before activation, does to c (three of them) and to h (the last); f; dh/dc."""
+    i, f, g, o = jnp.split(gates, 4, axis=-1)
+    squashed = jnp.tanh(c)
+    to_cell = jnp.concatenate([g * i * (1 - i), _before(c) * f * (1 - f), i * (1 - g * g)], axis=-1)
+    return to_cell, squashed * o * (1 - o), f, o * (1 - squashed * squashed)
+
+
+def _tangent(residuals: tuple[Array, ...], entering: Array) -> Array:
+    """What a change of the gates before activation, at every position, does to the states."""
+    u, c, gates = residuals
+
+    def step(carry, at):
+        dh, dc = carry
+        entering, to_cell, to_state, f, through = at
+        d_gates, d_o = jnp.split(entering + dh @ u, [3 * u.shape[0]], axis=-1)
+        dc = f * dc + sum(jnp.split(d_gates * to_cell, 3, axis=-1))
+        dh = d_o * to_state + through * dc
+        return (dh, dc), dh
+
+    start = jnp.zeros_like(c[0])
+    return jax.lax.scan(step, (start, start), (entering, *_slopes(c, gates)))[1]
+
+
+def _cotangent(residuals: tuple[Array, ...], dh: Array) -> Array:
+    """The transpose of `_tangent`: from the states back to the gates before activation."""
+    u, c, gates = residuals
+    columns = u.T
+
+    def step(carry, at):
+        d_gates, dc = carry  # of the position after
+        dh, to_cell, to_state, f, through = at
+        dh = dh + d_gates @ columns
+        dc = dc + through * dh
+        d_gates = jnp.concatenate([jnp.tile(dc, 3) * to_cell, dh * to_state], axis=-1)
+        return (d_gates, f * dc), d_gates
+
+    start = (jnp.zeros_like(gates[0]), jnp.zeros_like(c[0]))
+    return jax.lax.scan(step, start, (dh, *_slopes(c, gates)), reverse=True)[1]
+
+
+@jax.custom_jvp
+def recurrence(inputs: Array, u: Array) -> Array:
+    """States h [T, B, hidden] of an LSTM whose gates, before activation, are inputs [T, B, 4 hidden] + h_before @ u."""
+    return _states(inputs, u)[0]
 
 
 @recurrence.defjvp
@@ -122,21 +168,6 @@ def _recurrence_jvp(primals, tangents):
     # the whole rest. Written like this, u's tangent enters before the loop, for all positions at once, and so its
     # gradient leaves it as one product. The rule is exact and differentiable; forward mode works as well.
     (inputs, u), (d_inputs, d_u) = primals, tangents
-    h, before, i, f, g, o, squashed = _unrolled(inputs, u)
-    h_before = jnp.concatenate([jnp.zeros_like(h[:1]), h[:-1]])
-    entering = d_inputs + h_before @ d_u
-    slopes = (g * i * (1 - i), before * f * (1 - f), i * (1 - g * g), squashed * o * (1 - o))
-    through = o * (1 - squashed * squashed)
-    columns = u.T  # so that the product of the transposed loop, the one that runs in training, reads u by rows
-
-    def step(carry, at):
-        dh, dc = carry
-        entering, slopes, f, through = at
-        gates = entering + jax.lax.dot_general(dh, columns, (((1,), (1,)), ((), ())))
-        di, df, dg, do = (gate * slope for gate, slope in zip(jnp.split(gates, 4, axis=-1), slopes, strict=True))
-        dc = f * dc + di + df + dg
-        dh = do + through * dc
-        return (dh, dc), dh
-
-    start = jnp.zeros_like(h[0])
-    return h, jax.lax.scan(step, (start, start), (entering, slopes, f, through))[1]
+    h, c, gates = _states(inputs, u)
+    # the transposed loop by hand: JAX's own reads and writes twice as many arrays at every position
+    return h, linear(_tangent, _cotangent, (u, c, gates), d_inputs + _before(h) @ d_u)

@@ -1,0 +1,78 @@
+"""The LSTM's recurrence and its derivatives against NumPy; a linear function with a transpose of its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedbraid.models.lstm import recurrence
+from fedbraid.models.transposable import linear
+
+
+def in_numpy(inputs, u):
+    def sigmoid(x):
+        return 1 / (1 + np.exp(-x))
+
+    h = c = np.zeros((inputs.shape[1], u.shape[0]))
+    states = []
+    for gates in inputs:
+        i, f, g, o = np.split(gates + h @ u, 4, axis=-1)
+        c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
+        h = sigmoid(o) * np.tanh(c)
+        states.append(h)
+    return np.stack(states)
+
+
+def arrays(positions, batch, hidden, seed=0, clients=()):
+    rng = np.random.default_rng(seed)
+    inputs = rng.standard_normal((*clients, positions, batch, 4 * hidden)).astype(np.float32)
+    u = (rng.standard_normal((*clients, hidden, 4 * hidden)) / np.sqrt(hidden)).astype(np.float32)
+    return inputs, u, rng.standard_normal((*clients, positions, batch, hidden)).astype(np.float32)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 9), st.integers(0, 99))
+def test_states_and_gradient_are_numpys(positions, batch, hidden, seed):
+    inputs, u, weights = arrays(positions, batch, hidden, seed)
+    value, (d_inputs, d_u) = jax.value_and_grad(lambda i, u: jnp.sum(recurrence(i, u) * weights), (0, 1))(inputs, u)
+    np.testing.assert_allclose(value, np.sum(in_numpy(inputs, u) * weights), rtol=1e-4, atol=1e-4)
+    # along a random direction the derivative is the difference quotient, in double precision
+    rng = np.random.default_rng(seed + 1)
+    at, along = (
+        (inputs.astype(float), u.astype(float)),
+        (rng.standard_normal(inputs.shape), rng.standard_normal(u.shape)),
+    )
+    moved = [[x + sign * 1e-5 * d for x, d in zip(at, along, strict=True)] for sign in (1, -1)]
+    ends = [np.sum(in_numpy(*arguments) * weights) for arguments in moved]
+    slope = np.sum(d_inputs * along[0]) + np.sum(d_u * along[1])
+    np.testing.assert_allclose(slope, (ends[0] - ends[1]) / 2e-5, rtol=1e-3, atol=5e-3)
+
+
+def test_it_maps_over_clients_and_points():
+    inputs, u, weights = arrays(4, 3, 8, clients=(2, 3))
+    gradient = jax.grad(lambda i, u, w: jnp.sum(recurrence(i, u) * w), (0, 1))
+    mapped = jax.vmap(jax.vmap(gradient))(inputs, u, weights)
+    for p, q in np.ndindex(2, 3):
+        one = gradient(inputs[p, q], u[p, q], weights[p, q])
+        for ours, theirs in zip(mapped, one, strict=True):
+            np.testing.assert_allclose(ours[p, q], theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_linear_function_takes_the_transpose_that_is_given():
+    def apply(a, x):
+        return a @ x
+
+    def marked(a, y):
+        return 10 * (a.T @ y)  # not its transpose, to see that it is the one taken
+
+    def f(a, x):
+        return linear(apply, marked, a, x)
+
+    a, x, y = jnp.arange(6.0).reshape(2, 3), jnp.ones(3), jnp.array([1.0, 2.0])
+    np.testing.assert_allclose(jax.vjp(lambda x: f(a, x), x)[1](y)[0], 10 * a.T @ y)
+    np.testing.assert_allclose(jax.jvp(f, (a, x), (a, 2 * x))[1], 3 * a @ x)
+    many = jnp.stack([x, 3 * x])
+    np.testing.assert_allclose(jax.vmap(f, (None, 0))(a, many), many @ a.T)
+    both = jax.vmap(lambda a: jax.vjp(lambda x: f(a, x), x)[1](y)[0])(jnp.stack([a, -a]))
+    np.testing.assert_allclose(both, jnp.stack([10 * a.T @ y, -10 * a.T @ y]))
