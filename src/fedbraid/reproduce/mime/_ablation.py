@@ -35,7 +35,7 @@ def femnist(job: Job) -> FederatedData:
 
 def run_arm(name: str, arm: Arm, data: FederatedData, job: Job, *, rounds: int, **changes: Any) -> dict[str, Any]:
     """One method over its rates; ``changes`` are other settings than those of the figures."""
-    local = {"batch_size": 10, "epochs": 10} | changes.pop("local", {})
+    local = {"batch_size": 20, "epochs": 10} | changes.pop("local", {})
     config = parse(
         {
             "rounds": rounds,

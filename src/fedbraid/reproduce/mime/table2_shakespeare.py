@@ -25,7 +25,8 @@ PAPER = {
     "MimeLiteAdagrad": 56.8,
     "MimeAdagrad": 57.1,
 }
-MODEL = {"name": "char_lstm", "layers": 1, "hidden": 256, "embed": 8}
+MODEL = {"name": "char_lstm", "layers": 1, "hidden": 256, "embed": 8, "compute": "bfloat16"}
+SAME = {"MimeLiteSGD": "FedAvgSGD"}  # number for number: the quick form checks it
 ROUNDS, MARKS, LAST, MARGIN = 1000, (960, 970, 980, 990, 1000), 50, 1.5
 
 
@@ -36,7 +37,9 @@ def full(job: Job) -> Evidence:
     results = {
         name: run_method(name, data, work=job.work, model=MODEL, rounds=ROUNDS, marks=MARKS, piece=200, tell=job.tell)
         for name in WAYS
+        if name not in SAME
     }
+    results = {name: results[SAME.get(name, name)] for name in WAYS}
     ours = accuracies(results, LAST)
     findings = [
         Finding(f"{name}, accuracy in %", f"{paper}", ours[name], paper - MARGIN, paper + MARGIN)
@@ -50,7 +53,6 @@ def full(job: Job) -> Evidence:
             set(ranked[:4]) == set(four),
         ),
         Finding("MimeAdagrad is the best of all", "yes", ranked[0] == "MimeAdagrad"),
-        Finding("MimeLiteSGD is FedAvgSGD", "yes", ours["MimeLiteSGD"] == ours["FedAvgSGD"]),
         Finding(
             "FedAvgAdam is the worst, by 10 points or more", "by 31",
             _beaten("FedAvgAdam", ours) >= 10.0,
@@ -135,6 +137,9 @@ ENTRY = Entry(
         *DEVIATIONS,
         "Rates are chosen by the test accuracy that is reported, as in the paper. Accuracy counts every symbol but "
         "padding.",
+        "MimeLiteSGD does what FedAvgSGD does, number for number (the quick form checks it), and is not run twice.",
+        "The products with the recurrent weights take factors rounded to bfloat16 and sum in float32; other products "
+        "are TF32 on a GPU.",
         "Table 4 has no line for MimeSGD: a pair sends 2 + 3 models, hence 8 pairs.",
     ),
     needs=("shakespeare",),
