@@ -1,0 +1,1 @@
+"""Pathak and Wainwright, "FedSplit: an algorithmic framework for fast federated optimization"."""
