@@ -6,6 +6,7 @@ beside it. Both are read again only if they were made by the same configuration,
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -51,6 +52,7 @@ def train(
     points: Sequence[Point],
     *,
     work: Path,
+    seeds: Sequence[int] = (0,),
     marks: Collection[int] = (),
     piece: int | None = None,
     swap: Swap | None = None,
@@ -58,6 +60,7 @@ def train(
 ) -> dict[str, Any]:
     """Run all points for ``config.rounds`` rounds, or read ``work/NAME.json`` where that was done before.
 
+    seeds: every point is run at each; the points of the result then have a ``seed``, all points of a seed together.
     marks: rounds to evaluate after, beside those that the configuration says.
     piece: rounds after which models and curves so far are kept; None keeps nothing before the end.
     swap: makes the algorithm in place of the one that the configuration names.
@@ -66,8 +69,8 @@ def train(
     split under its name, ``train_loss`` at every round, the ``models`` sent a round (both ways) and ``seconds``.
     """
     asked = {
-        "config": config.model_dump(mode="json"),
-        "points": [dict(point) for point in points],
+        "config": config.model_dump(mode="json") | {"seed": seeds[0]},
+        "points": [dict(point) | ({"seed": seed} if len(seeds) > 1 else {}) for seed in seeds for point in points],
         "marks": sorted(marks),
         "data": [data.name, data.train.num_clients, data.train.num_examples],
     }
@@ -80,19 +83,21 @@ def train(
     start = time.perf_counter()
     keys = tuple(points[0])
     filled = with_values(config, points[0])
-    options = {"points": len(points), "seeds": (config.seed,), "test": data.test}
+    options = {"points": len(points), "seeds": seeds, "test": data.test}
     if swap is None:
         together = Together(filled, data, keys, **options)
     else:
         together = _Swapped(swap, filled, data, keys, **options)
-    outcomes = []
-    for i, chunk in enumerate(together.chunks(points)):
+    parts, outcomes = len(seeds) * len(together.chunks(points)), []
+    for i, (seed, chunk) in enumerate(itertools.product(seeds, together.chunks(points))):
+
+        def on_progress(done: int, i: int = i) -> None:
+            tell(f"{name}: round {done} of {config.rounds}, part {i + 1} of {parts}")
+
         kept = work / f"{name}-{i}.npz"
-
-        def on_progress(done: int, first: int = i * together.size, count: int = len(chunk)) -> None:
-            tell(f"{name}: round {done} of {config.rounds}, points {first + 1} to {first + count} of {len(points)}")
-
-        outcomes.append(_run(together, chunk, asked, kept, marks=marks, piece=piece, swap=swap, tell=on_progress))
+        outcomes.append(
+            _run(together, chunk, asked, kept, seed=seed, marks=marks, piece=piece, swap=swap, tell=on_progress)
+        )
     result = {"asked": asked, "name": name, "points": asked["points"], **_joined(outcomes, together)}
     result["seconds"] = round(time.perf_counter() - start, 1)
     _replace(path, lambda temporary: temporary.write_text(json.dumps(result), encoding="utf-8"))
@@ -107,6 +112,7 @@ def _run(
     asked: Mapping[str, Any],
     kept: Path,
     *,
+    seed: int,
     marks: Collection[int],
     piece: int | None,
     swap: Swap | None,
@@ -119,7 +125,7 @@ def _run(
         end = config.rounds if piece is None else min(done + piece, config.rounds)
         due = [mark for mark in marks if done < mark <= end]
         outcome = together.run(
-            points, seed=config.seed, rounds=end, start=outcome, keep=end < config.rounds, marks=due, on_progress=tell
+            points, seed=seed, rounds=end, start=outcome, keep=end < config.rounds, marks=due, on_progress=tell
         )
         done = end
         if done < config.rounds:

@@ -114,7 +114,6 @@ def run_method(
     config = parse(
         {
             "rounds": rounds,
-            "seed": seed,
             "cohort": way.cohort,
             "model": dict(model),
             "algorithm": {
@@ -135,6 +134,7 @@ def run_method(
         data,
         [{"algorithm.client_lr": rate} for rate in rates] if points is None else points,
         work=work,
+        seeds=(seed,),
         marks=marks,
         piece=piece,
         swap=way.swap,
