@@ -1,0 +1,1 @@
+"""Chen et al., "Elastic Aggregation for Federated Optimization", and its supplement."""
