@@ -102,8 +102,8 @@ ENTRY = Entry(
     paper=f"{PAPER}, Figures 6 and 11",
     setting=f"FEMNIST, 300 writers; MLP of 100 units; Theta_{{1:{STEPS}}} with batches of 20, 10 clients a round, "
     f"{ROUNDS} rounds. Left: no momentum, Nesterov and heavy ball with 0.9. Right: alpha 0, 0.1 and 1. "
-    "Client rates 10^-0.5 to 10^-1.5, server rates 10^-1 to 10^-2.5, both by half decades; the pair with the best mean test "
-    f"accuracy over the last {LAST} rounds is shown.",
+    "Client rates 10^-0.5 to 10^-1.5, server rates 10^-1 to 10^-2.5, both by half decades; the pair with the best mean "
+    f"test accuracy over the last {LAST} rounds is shown.",
     quick="with one local step alpha changes nothing, and at small rates heavy ball is ahead; digits",
     run=run,
     deviations=(
