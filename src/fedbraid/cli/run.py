@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json as json_
 import signal
 import sys
+import traceback
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -21,36 +26,92 @@ def command(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="run folder to make (default: runs/NAME-TIME)")] = None,
     resume: Annotated[Path | None, typer.Option(help="run folder to continue")] = None,
+    at: Annotated[
+        str | None,
+        typer.Option(
+            "--hosts",
+            help="run on several hosts: ADDRESS:PORT of the first; or auto, under SLURM, Open MPI or Kubernetes",
+        ),
+    ] = None,
+    host_count: Annotated[int | None, typer.Option(help="how many hosts there are")] = None,
+    host_id: Annotated[int | None, typer.Option(help="which of them this is, from 0; the first one writes")] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress, no table")] = False,
 ) -> None:
     """Train a model as a configuration says; write a run folder with metrics, checkpoints and a picture."""
-    from fedbraid.experiment import ConfigError, load_config, run_config
-    from fedbraid.experiment.runfolder import reopen
-    from fedbraid.simulate import use_cores
+    from fedbraid.experiment import ConfigError, load_config
+    from fedbraid.experiment.runfolder import CONFIG, reopen
+    from fedbraid.simulate import hosts, use_cores
 
     if resume is not None:
-        if config is not None or settings or out is not None:
-            raise ConfigError("--resume takes everything from the run folder: leave out CONFIG, --set and --out")
-        loaded, folder = reopen(resume), resume
+        if config is not None or out is not None or not all(s.startswith("engine.") for s in settings or []):
+            raise ConfigError(
+                "--resume takes everything from the run folder: leave out CONFIG, --out and --set, except for keys of "
+                "engine, which change no results"
+            )
+        reopen(resume)  # refuses what is no run, or is finished
+        loaded, folder = load_config(resume / CONFIG, settings or []), resume
     else:
         loaded = load_config(config, settings or [])
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         folder = out if out is not None else Path("runs") / f"{loaded.algorithm.name}-{loaded.data.name}-{stamp}"
-    use_cores(loaded.engine.devices)
-
+    if at is None and (host_count is not None or host_id is not None):
+        raise ConfigError("--host-count and --host-id go with --hosts ADDRESS:PORT")
     console = Console(stderr=True, highlight=False)
-    with _Watch(console, loaded.rounds, show=not (quiet or json)) as watch:
-        summary = run_config(
-            loaded, folder, resume=resume is not None, on_built=watch.built, on_progress=watch.progress
-        )
-    if json:
-        print(json_.dumps(summary))
-    elif not quiet:
-        _closing(Console(highlight=False), summary)
-    if not summary["finished"]:
-        console.print(f"stopped after round {summary['rounds']}; go on with: fedbraid run --resume {folder}")
+    if at is None:
+        use_cores(loaded.engine.devices)
+        try:
+            finished = _train(console, loaded, folder, resume is not None, json, quiet)
+        except MemoryError as error:
+            raise ConfigError(str(error)) from None
+        if not finished:
+            sys.exit(130)
+        return
+    hosts.join(at, host_count, host_id)
+    with _together(console):
+        use_cores(loaded.engine.devices)
+        for line in hosts.placement(loaded.engine.devices):
+            if hosts.is_first() and not (quiet or json):
+                console.print(line, soft_wrap=True)
+        finished = _train(console, loaded, folder, resume is not None, json, quiet)
+    if not finished:
         sys.exit(130)
+
+
+def _train(console: Console, loaded: Any, folder: Path, resume: bool, json: bool, quiet: bool) -> bool:
+    """Run, and tell of it; whether it came to its end."""
+    from fedbraid.experiment import run_config
+    from fedbraid.simulate import hosts
+
+    first = hosts.is_first()
+    with _Watch(console, loaded.rounds, show=first and not (quiet or json)) as watch:
+        summary = run_config(loaded, folder, resume=resume, on_built=watch.built, on_progress=watch.progress)
+    if first and json:
+        print(json_.dumps(summary))
+    elif first and not quiet:
+        _closing(Console(highlight=False), summary)
+    if first and not summary["finished"]:
+        console.print(f"stopped after round {summary['rounds']}; go on with: fedbraid run --resume {folder}")
+    return summary["finished"]
+
+
+@contextlib.contextmanager
+def _together(console: Console) -> Iterator[None]:
+    """One of several hosts: whatever goes wrong here ends this process at once, so that the others need not wait."""
+    from fedbraid.simulate import hosts
+
+    status = 1
+    try:
+        yield
+        return
+    except (ValueError, MemoryError, OSError, hosts.HostLost) as error:
+        status = 2 if isinstance(error, ValueError) else 1
+        console.print(f"[bold red]error:[/] process {hosts.number()}: {escape(str(error))}", soft_wrap=True)
+    except KeyboardInterrupt:
+        status = 130
+    except BaseException:
+        traceback.print_exc()
+    hosts.leave(status)
 
 
 class _Watch:
@@ -86,12 +147,21 @@ class _Watch:
 
     def __enter__(self) -> _Watch:
         self.before = signal.signal(signal.SIGINT, self._interrupt)
+        self.warn, warnings.showwarning = warnings.showwarning, self._note
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.bar.live.is_started:
             self.bar.stop()
         signal.signal(signal.SIGINT, self.before)
+        warnings.showwarning = self.warn
+
+    def _note(self, message: Any, category: Any, *where: Any, **more: Any) -> None:
+        """What the library warns its caller of is one line here; other people's warnings are shown as they are."""
+        if category is UserWarning:
+            self.console.print(f"[yellow]note:[/] {escape(str(message))}", soft_wrap=True)
+        else:
+            self.warn(message, category, *where, **more)
 
     def _interrupt(self, *_: object) -> None:
         if self.stop:

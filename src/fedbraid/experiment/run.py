@@ -12,9 +12,9 @@ import numpy as np
 
 from fedbraid.experiment import runfolder
 from fedbraid.experiment.build import Experiment, build, states_in
-from fedbraid.experiment.config import Config
+from fedbraid.experiment.config import Config, dump
 from fedbraid.experiment.plots import curves
-from fedbraid.simulate import Checkpoints, Progress, simulate
+from fedbraid.simulate import Checkpoints, Progress, hosts, simulate
 from fedbraid.simulate.evaluate import client_values, evaluator
 from fedbraid.transforms.privacy import epsilon_by_round, is_private
 
@@ -32,11 +32,13 @@ def run_config(
     """Train what ``config`` says, write the run folder, and return its summary.
 
     The folder must be new, or with ``resume`` one whose run was stopped. ``on_progress`` may return True to stop; the
-    summary's ``finished`` is then false and the run can be resumed.
+    summary's ``finished`` is then false and the run can be resumed. On several hosts all call it alike; the first one
+    writes, and the summary of the others is short.
     """
     experiment = build(config)  # whatever is wrong with the configuration is said before a folder is made
+    hosts.same(f"{dump(config)} {experiment.data.train.num_examples}", "configurations or data")
     if not resume:
-        runfolder.create(out, config)
+        hosts.first_alone(lambda: runfolder.create(out, config))
     if on_built is not None:
         on_built(experiment)
     saved = out / runfolder.CHECKPOINTS
@@ -67,6 +69,8 @@ def run_config(
     )
     jax.block_until_ready(result.params)
     seconds = time.perf_counter() - began
+    if not hosts.is_first():  # of several hosts one writes
+        return {"finished": result.info.stopped_at == config.rounds, "rounds": result.info.stopped_at}
     table = runfolder.columns(result.history, result.evaluations, result.info.stopped_at)
     table["seconds"] = _clock(table["round"], stamps)
     if is_private(experiment.algorithm):
@@ -99,6 +103,7 @@ def run_config(
         "engine": {
             "plan": info.plan.kind,
             "devices": info.plan.devices,
+            "hosts": jax.process_count(),
             "chunk": info.plan.chunk,
             "streamed": info.streamed,
             "local_steps": info.steps,

@@ -64,17 +64,27 @@ def _checksums(folder: Path) -> dict[str, str]:
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
-def save(root: Path, round_: int, tree: dict[str, Any], *, keep: int = KEEP) -> Path:
-    """Write ``tree`` (nested dicts of arrays) as the state after ``round_`` rounds; older ones beyond ``keep`` go."""
+def _alone() -> Any:
+    """Orbax's reader and writer for this process, which waits for no other: who writes what is settled here."""
     import orbax.checkpoint as ocp
 
     logging.getLogger("absl").setLevel(logging.ERROR)
+    if jax.process_count() == 1:
+        return ocp.PyTreeCheckpointer()
+    own = jax.process_index()
+    among = ocp.options.MultiprocessingOptions(own, {own}, f"fedbraid-{own}")
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=among)
+    return ocp.Checkpointer(handler, multiprocessing_options=among)
+
+
+def save(root: Path, round_: int, tree: dict[str, Any], *, keep: int = KEEP) -> Path:
+    """Write ``tree`` (nested dicts of arrays) as the state after ``round_`` rounds; older ones beyond ``keep`` go."""
     root = root.absolute()
     root.mkdir(parents=True, exist_ok=True)
     for leftover in root.glob(f"{PARTIAL}*"):
         shutil.rmtree(leftover)
     place, partial = root / f"{round_:08d}", root / f"{PARTIAL}{round_:08d}"
-    with ocp.PyTreeCheckpointer() as writer:
+    with _alone() as writer:
         writer.save(partial / "arrays", jax.tree.map(np.asarray, tree))
     manifest = {"round": round_, "files": _checksums(partial)}
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -134,9 +144,6 @@ def latest(root: Path) -> Path:
 
 def load(place: Path) -> tuple[int, dict[str, Any]]:
     """(round, tree) of a verified checkpoint."""
-    import orbax.checkpoint as ocp
-
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    with ocp.PyTreeCheckpointer() as reader:
+    with _alone() as reader:
         tree = reader.restore(place.absolute() / "arrays")
     return int(json.loads((place / MANIFEST).read_text())["round"]), tree

@@ -7,10 +7,11 @@ import os
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-__all__ = ["AXIS", "client_mesh", "free_memory", "host_memory", "replicated", "sharded", "use_cores"]
+__all__ = ["AXIS", "client_mesh", "free_memory", "host_memory", "place", "replicated", "sharded", "use_cores"]
 
 AXIS = "clients"
 
@@ -27,14 +28,29 @@ def use_cores(count: int | None = None) -> int:
 
 
 def client_mesh(devices: int | None = None) -> Mesh:
-    """A mesh of one axis, the clients, over the first ``devices`` local devices (default: all)."""
+    """A mesh of one axis, the clients, over the first ``devices`` devices of every host (default: all)."""
     local = jax.local_devices()
     if devices is not None and not 1 <= devices <= len(local):
         raise ValueError(
             f"devices must be between 1 and {len(local)}, the devices jax shows here, got {devices}; on a CPU call "
             "fedbraid.use_cores(n) before anything else to get more"
         )
-    return Mesh(np.array(local[:devices]), (AXIS,))
+    every = [d for p in range(jax.process_count()) for d in jax.local_devices(process_index=p)[:devices]]
+    return Mesh(np.array(every), (AXIS,))
+
+
+def place(tree: Any, where: NamedSharding) -> Any:
+    """Arrays that every host has, on the devices of ``where``."""
+    if not where.mesh.is_multi_process:
+        return jax.device_put(tree, where)
+
+    def put(leaf: Any) -> Any:
+        if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
+            return jax.jit(jax.random.wrap_key_data, out_shardings=where)(put(jax.random.key_data(leaf)))
+        array = np.asarray(leaf)
+        return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
+
+    return jax.tree.map(put, tree)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -21,7 +21,7 @@ from fedbraid import address
 from fedbraid.core import Aggregate, Algorithm, Exchange, Report
 from fedbraid.local import ClientData, LocalWork
 from fedbraid.simulate.arrival import Arrival, everyone
-from fedbraid.simulate.devices import AXIS
+from fedbraid.simulate.devices import AXIS, replicated
 from fedbraid.simulate.plan import Plan, Slots
 
 __all__ = ["Engine", "make_engine"]
@@ -300,7 +300,10 @@ def make_engine(
             row |= new
         return server, states, row
 
-    @jax.jit
+    # every host must be able to read what comes out; on one host the compiler may leave it where it is
+    everywhere = {"out_shardings": replicated(mesh)} if mesh.is_multi_process else {}
+
+    @partial(jax.jit, **everywhere)
     def rounds(server, states, arrays, slots, first, number, seed_key):
         def at(i: Any) -> tuple:
             return jax.tree.map(lambda leaf: leaf[i], slots)
@@ -316,5 +319,5 @@ def make_engine(
 
         return jax.lax.fori_loop(0, number, body, (server, states, log))
 
-    exchange = partial(jax.jit, static_argnums=(0,))(run_exchange)
+    exchange = partial(jax.jit, static_argnums=(0,), **everywhere)(run_exchange)
     return Engine(rounds, exchange)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from fedbraid.core import Algorithm
 from fedbraid.data.federated import Split
 from fedbraid.data.store import gather
-from fedbraid.simulate.devices import replicated, sharded
+from fedbraid.simulate.devices import place, replicated, sharded
 from fedbraid.simulate.plan import Load, Plan, Slots, cohorts_of, lay_out, steps_of
 
 __all__ = ["Feed", "Portion"]
@@ -65,7 +65,7 @@ class Feed:
     def resident_arrays(self) -> dict[str, Any]:
         if self._resident is None:
             put = replicated(self.mesh)
-            self._resident = {name: jax.device_put(np.asarray(a), put) for name, a in self.split.arrays.items()}
+            self._resident = {name: place(np.asarray(a), put) for name, a in self.split.arrays.items()}
         return self._resident
 
     def reserve(self, rounds: range) -> None:
@@ -94,19 +94,35 @@ class Feed:
         return Portion(first, number, slots, tuple(self.resident_arrays() for _ in indices), loads)
 
     def _block(self, slots: Slots) -> tuple[Slots, dict[str, Any]]:
-        """The examples of a cohort, one block of rows per device, and slots whose offsets point into the blocks."""
+        """The examples of a cohort, one block of rows per device, and slots whose offsets point into the blocks.
+
+        A host reads the blocks of its own devices alone.
+        """
         devices, rows = self.plan.devices, self._rows
         ids = slots.ids.reshape(devices, -1)
-        offset = np.zeros_like(ids)
+        offset, sizes = np.zeros_like(ids), slots.size.reshape(devices, -1)
+        mine = self._mine()
         fields = self.split.arrays.items()
-        arrays = {name: np.zeros((devices * rows, *a.shape[1:]), a.dtype) for name, a in fields}
+        arrays = {name: np.zeros((len(mine) * rows, *a.shape[1:]), a.dtype) for name, a in fields}
         for d in range(devices):
-            here = ids[d][: slots.live[d]]
-            cohort = gather(self.split, here)
-            offset[d, : len(here)] = cohort.offsets[:-1]
-            for name, array in cohort.arrays.items():
-                arrays[name][d * rows : d * rows + len(array)] = array
+            live = slots.live[d]
+            offset[d, :live] = np.cumsum(sizes[d, :live]) - sizes[d, :live]
+        for block, d in enumerate(mine):
+            for name, array in gather(self.split, ids[d][: slots.live[d]]).arrays.items():
+                arrays[name][block * rows : block * rows + len(array)] = array
         return slots._replace(offset=offset.ravel()), arrays
+
+    def _mine(self) -> list[int]:
+        """Which devices of the mesh are this process's."""
+        own = jax.process_index()
+        return [i for i, device in enumerate(self.mesh.devices.flat) if device.process_index == own]
+
+    def _put(self, arrays: tuple[dict[str, Any], ...]) -> Any:
+        """Blocks of this host's devices onto them."""
+        if not self.mesh.is_multi_process:
+            return jax.device_put(arrays, sharded(self.mesh))
+        rows, where = self._rows * self.plan.devices, sharded(self.mesh)
+        return jax.tree.map(lambda a: jax.make_array_from_process_local_data(where, a, (rows, *a.shape[1:])), arrays)
 
     def portions(self, first: int, stop: int) -> Iterator[Portion]:
         """Streamed portions one after the other, the next being gathered while one is used."""
@@ -138,7 +154,7 @@ class Feed:
                 if isinstance(item, BaseException):
                     raise item
                 # put here, not in the thread: jax's settings, such as float64, belong to the thread of the caller
-                yield item._replace(arrays=jax.device_put(item.arrays, sharded(self.mesh)))
+                yield item._replace(arrays=self._put(item.arrays))
         finally:
             done.set()
             thread.join()

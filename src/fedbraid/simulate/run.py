@@ -19,9 +19,9 @@ from fedbraid.core import Algorithm, check_choice, check_count, is_traced
 from fedbraid.cost import Cost, cost, data_shapes
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.local import ClientData
-from fedbraid.simulate import checkpoint
+from fedbraid.simulate import checkpoint, hosts
 from fedbraid.simulate.arrival import Arrival, everyone
-from fedbraid.simulate.devices import client_mesh, free_memory, host_memory, replicated
+from fedbraid.simulate.devices import client_mesh, free_memory, host_memory, place, replicated
 from fedbraid.simulate.engine import Engine, make_engine
 from fedbraid.simulate.evaluate import evaluator, summarize
 from fedbraid.simulate.feed import Feed, Portion
@@ -164,9 +164,9 @@ def simulate(
 
 
 def fits(wanted: int, mesh: Mesh) -> bool:
-    device = mesh.devices.flat[0]
-    copies = mesh.devices.size if device.platform == "cpu" else 1
-    return wanted * copies <= 0.4 * free_memory(device)
+    device = mesh.local_devices[0]
+    copies = len(mesh.local_devices) if device.platform == "cpu" else 1
+    return wanted * copies <= 0.4 * hosts.least(free_memory(device))
 
 
 def _states_on_host(
@@ -182,14 +182,14 @@ def _states_on_host(
         return states_in == "host" and bytes_each > 0, None
     if fits(bytes_each * population, mesh):
         return False, None
-    too_many = bytes_each * population > 0.4 * host_memory()
+    too_many = bytes_each * population > 0.4 * hosts.least(host_memory())
     return True, checkpoints.folder.with_name("states") if too_many and checkpoints is not None else None
 
 
 def choose_plan(
     alg: Algorithm, params: PyTree, split: Split, mesh: Mesh, kind: Any, chunk: int | Literal["auto"], cohort: int
 ) -> Plan:
-    device, devices = mesh.devices.flat[0], mesh.devices.size
+    device, devices = mesh.local_devices[0], mesh.devices.size
     if kind == "auto":
         kind = "sequential" if device.platform == "cpu" else "lanes"
     if kind == "sequential":
@@ -197,7 +197,7 @@ def choose_plan(
     share = -(-cohort // devices)
     if chunk == "auto":
         need = _client_bytes(alg, params, split)
-        chunk = int(max(1, 0.5 * free_memory(device) // need)) if need else share
+        chunk = int(max(1, 0.5 * hosts.least(free_memory(device)) // need)) if need else share
         if kind == "lanes":
             chunk = min(chunk, max(LANES, share // 4))
     return Plan(kind, devices, cohort, min(check_count("chunk", chunk), share))
@@ -228,7 +228,7 @@ def _place(tree: PyTree, mesh: Mesh) -> PyTree:
     """On every device of the mesh; traced values stay where they are."""
     if any(is_traced(leaf) for leaf in jax.tree.leaves(tree)):
         return tree
-    return jax.device_put(tree, replicated(mesh))
+    return place(tree, replicated(mesh))
 
 
 def _host(value: Any) -> Any:
@@ -273,7 +273,8 @@ class _Run:
         self.alg, self.feed, self.program, self.traffic = alg, feed, program, traffic
         self.engine = program(feed.plan)
         self.rounds, self.checkpoints, self.on_progress = rounds, checkpoints, on_progress
-        self.seed_key = jax.random.key(seed)
+        key = jax.random.key(seed)
+        self.seed_key = _place(key, feed.mesh) if hosts.several() else key
         self.evaluate: Callable | None = None
         self.eval_every: int | None = None
         self.done = 0
@@ -295,14 +296,17 @@ class _Run:
             self.states = _place(wide(first), self.feed.mesh)
         if self.checkpoints is not None and self.checkpoints.resume:
             self._restore(checkpoint.latest(self.checkpoints.folder))
+            hosts.same(str(self.done), "checkpoints: they do not see the same run folder")
 
     # -- checkpoints
 
     def _save(self) -> None:
         assert self.checkpoints is not None
-        states = self.host_states.export() if self.host_states else checkpoint.pack(self.states)
+        if not hosts.is_first():
+            return
+        states = self.host_states.export() if self.host_states else checkpoint.pack(hosts.local(self.states))
         tree = {
-            "server": checkpoint.pack(self.server),
+            "server": checkpoint.pack(hosts.local(self.server)),
             "states": states,
             "log": _join(self.logs),
             "evaluations": _stack(self.evaluations),
@@ -315,7 +319,8 @@ class _Run:
         self.server = _place(checkpoint.unpack(self.server, tree["server"] or {}, "server state"), self.feed.mesh)
         saved = tree["states"] or {}
         if self.host_states:
-            self.host_states.restore(saved)
+            if hosts.is_first():  # the others ask it for states
+                self.host_states.restore(saved)
         else:  # where they were kept may have been another place, on another machine
             if "ids" in saved:
                 states = HostStates(self.first, self.feed.split.num_clients).dense(saved)
@@ -347,6 +352,8 @@ class _Run:
             return
         pace, number = 0.0, 1 if self.on_progress else self.feed.window
         while self.done < self.rounds:
+            # by the first host's clock, or the hosts would run different numbers of rounds
+            number = int(hosts.agreed(np.int32(number))) if self.on_progress else number
             number = min(number, self.feed.window, self._until(self.done) - self.done)
             began, before = time.perf_counter(), self.done
             yield self.feed.portion(self.done, number)
@@ -393,20 +400,25 @@ class _Run:
         try:
             for index, slots in enumerate(portion.slots):
                 here = jax.tree.map(lambda leaf: leaf[i], slots)
-                before = self.host_states.read(here.ids)
+                before = hosts.agreed(self.host_states.read(here.ids))
                 server, states, new = self.engine.exchange(
                     index, server, before, portion.arrays[index], here, portion.first + i, self.seed_key
                 )
                 _wait((server, states, new))
                 undo.append((here.ids, before))
-                self.host_states.write(here.ids, states)
+                self._keep(here.ids, states)
                 row |= new
         except BaseException:
             for ids, before in reversed(undo):
-                self.host_states.write(ids, before)
+                self._keep(ids, before)
             raise
         self.server = server
         return row
+
+    def _keep(self, ids: np.ndarray, states: PyTree) -> None:
+        """Client states onto the host; of several, the first one has them all."""
+        if self.host_states is not None and hosts.is_first():
+            self.host_states.write(ids, hosts.local(states))
 
     def _shrink(self, said: str) -> None:
         """After a call that ran out of device memory: the same run, with half as many clients at a time."""
@@ -416,6 +428,11 @@ class _Run:
                 f"out of device memory in round {self.done + 1} with one client at a time: a smaller model or batch "
                 "size, data_in = 'host' or states_in = 'host' needs less, more devices have more; the device said: "
                 + next(line for line in said.splitlines() if EXHAUSTED in line).strip()
+            )
+        if hosts.several():  # the others wait in the middle of this round: they cannot change their plan with us
+            raise MemoryError(
+                f"out of device memory with {plan.chunk} clients at a time in round {self.done + 1}: with several "
+                f"hosts all must take fewer from the start; resume with --set engine.chunk={max(1, plan.chunk // 2)}"
             )
         smaller = plan._replace(chunk=plan.chunk // 2)
         what = "lanes" if plan.kind == "lanes" else "clients at a time"
@@ -430,14 +447,14 @@ class _Run:
         """Evaluate, save and tell, whatever is due after ``self.done`` rounds. True: stop."""
         last = self.done == self.rounds
         if self.evaluate is not None and self.eval_every and (last or self.done % self.eval_every == 0):
-            scores = summarize(self.evaluate(self.alg.params(self.server)))
+            scores = summarize(self.evaluate(self.alg.params(hosts.local(self.server))))
             self.evaluations.append({"round": jnp.asarray(self.done)} | scores)
         stop = False
         if self.on_progress is not None:
             row = {name: float(column[-1]) for name, column in self.logs[-1].items()}
             if self.evaluations:
                 row |= {name: float(value) for name, value in self.evaluations[-1].items() if name != "round"}
-            stop = bool(self.on_progress(Progress(self.done, row, time.perf_counter() - began)))
+            stop = hosts.any_of(bool(self.on_progress(Progress(self.done, row, time.perf_counter() - began))))
         due = self.checkpoints is not None and (stop or last or self.done % self.checkpoints.every == 0)
         if due:
             self._save()
@@ -453,7 +470,7 @@ class _Run:
                     said = None
                 except (jax.errors.JaxRuntimeError, ValueError) as error:  # which one depends on the way of dispatch
                     if EXHAUSTED not in str(error):
-                        raise
+                        raise hosts.lost(error, self.done + 1) if hosts.several() else error from error
                     said = str(error)
                 # out of the handler, where the error no longer holds the arrays of the failed call
                 if said is not None:
@@ -479,5 +496,5 @@ class _Run:
             self.imbalance / max(self.done, 1),
             self.done,
         )
-        params = self.alg.params(self.server)
-        return Result(params, self.server, states, _join(self.logs), _stack(self.evaluations), info)
+        server, states = hosts.local(self.server), states if self.host_states else hosts.local(states)
+        return Result(self.alg.params(server), server, states, _join(self.logs), _stack(self.evaluations), info)

@@ -1,0 +1,176 @@
+"""Several hosts: one process on each, and the clients of a round spread over all their devices.
+
+Every process runs the same program on the same configuration and lays out the same rounds; ``jax.distributed`` lets
+their devices sum up uploads. What one process alone may know (its clock, its free memory, a key pressed) must be agreed
+on before it decides anything, or the processes would part. Process 0 alone writes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+__all__ = ["HostLost", "agreed", "any_of", "first_alone", "is_first", "join", "least", "local", "placement", "several"]
+
+HEARTBEAT = 30  # seconds without a sign of life after which a host is given up
+TEXT = 4096  # bytes of a message between hosts
+
+
+class HostLost(RuntimeError):
+    """Another host of the run no longer answers."""
+
+
+def join(hosts: str, count: int | None = None, index: int | None = None, *, timeout: int = 300) -> None:
+    """Make this process one of several that run together; call it before jax touches a device.
+
+    hosts: ``ADDRESS:PORT`` of process 0, where the others report, with how many there are and which one this is; or
+    ``auto`` to read all three from what SLURM, Open MPI or Kubernetes tell their processes.
+    """
+    if hosts == "auto":
+        if count is not None or index is not None:
+            raise ValueError("--hosts auto finds the number of hosts and this one's by itself: leave the others out")
+        arguments: dict[str, Any] = {}
+    else:
+        _check(hosts, count, index)
+        arguments = {"coordinator_address": hosts, "num_processes": count, "process_id": index}
+        arguments["cluster_detection_method"] = "deactivate"
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(
+            **arguments,
+            initialization_timeout=timeout,
+            heartbeat_timeout_seconds=HEARTBEAT,
+            shutdown_timeout_seconds=60,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"--hosts auto: this process was not started by SLURM, Open MPI or Kubernetes ({error}); give "
+            "--hosts ADDRESS:PORT --host-count N --host-id I"
+        ) from None
+    except RuntimeError as error:  # jax's own, when process 0 does not answer in time
+        raise ValueError(f"--hosts {hosts}: the hosts did not come together: {_first_line(error)}") from error
+
+
+def _check(hosts: str, count: int | None, index: int | None) -> None:
+    address, colon, port = hosts.rpartition(":")
+    if not (colon and address and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise ValueError(
+            f"--hosts must be ADDRESS:PORT of the first host, such as 10.0.0.1:9876, or auto; got {hosts!r}"
+        )
+    if count is None or index is None:
+        raise ValueError(
+            f"--hosts {hosts} needs --host-count, how many hosts there are, and --host-id, which one this is"
+        )
+    if count < 1:
+        raise ValueError(f"--host-count must be at least 1, got {count}")
+    if not 0 <= index < count:
+        raise ValueError(f"--host-id must be from 0 to {count - 1} among {count} hosts, got {index}")
+
+
+def several() -> bool:
+    return jax.process_count() > 1
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes."""
+    return jax.process_index() == 0
+
+
+def number() -> int:
+    return jax.process_index()
+
+
+def agreed(value: Any) -> Any:
+    """What process 0 has, a tree of arrays of shapes that all share."""
+    if not several():
+        return value
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.broadcast_one_to_all(value)
+
+
+def _gathered(value: np.ndarray) -> np.ndarray:
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(value)).reshape(jax.process_count(), *value.shape)
+
+
+def any_of(flag: bool) -> bool:
+    """Whether it is so on any host."""
+    return bool(_gathered(np.array([flag])).any()) if several() else flag
+
+
+def least(amount: float) -> float:
+    """The smallest amount that any host has, to seven digits."""
+    return float(_gathered(np.array([amount], np.float32)).min()) if several() else amount
+
+
+def _texts(text: str) -> list[str]:
+    """What every host has to say."""
+    words = np.zeros(TEXT, np.uint8)
+    data = text.encode()[:TEXT]
+    words[: len(data)] = np.frombuffer(data, np.uint8)
+    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in _gathered(words)]
+
+
+def same(text: str, what: str) -> None:
+    """Refuse hosts that were started with different things."""
+    if several() and len(set(_texts(text))) > 1:
+        raise ValueError(f"the hosts were started with different {what}: start all of them with the same")
+
+
+def first_alone(act: Callable[[], Any]) -> None:
+    """Let process 0 do something; what it refuses, all refuse."""
+    problem = ""
+    if is_first():
+        try:
+            act()
+        except (OSError, ValueError) as error:
+            if not several():
+                raise
+            problem = str(error) or type(error).__name__
+    if several() and (problem := _texts(problem)[0]):
+        raise ValueError(problem)
+
+
+def local(tree: Any) -> Any:
+    """This process's copy of arrays that every device of every host has."""
+
+    def own(leaf: Any) -> Any:
+        shared = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+        return leaf.addressable_shards[0].data if shared else leaf
+
+    return jax.tree.map(own, tree)
+
+
+def placement(devices: int | None = None) -> list[str]:
+    """A line for each host: its process, its name, its devices. All hosts must ask."""
+    kinds = [f"{d.platform}:{d.id}" for d in jax.local_devices()[:devices]]
+    mine = f"process {jax.process_index()} of {jax.process_count()} on {socket.gethostname()}: {' '.join(kinds)}"
+    return _texts(mine) if several() else [mine]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def lost(error: BaseException, round_: int) -> HostLost:
+    """A sentence for an error of the network between hosts."""
+    return HostLost(
+        f"a host no longer answers in round {round_}: {_first_line(error)[:200]}. All hosts stop; the run goes on from "
+        "its last checkpoint with fedbraid run --resume, on fewer hosts too"
+    )
+
+
+def leave(status: int) -> None:
+    """End this process at once: the orderly end of jax would wait for hosts that are gone."""
+    import sys
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
