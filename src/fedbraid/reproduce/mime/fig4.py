@@ -50,7 +50,7 @@ def full(job: Job) -> Evidence:
 
 
 def draw(maps: Mapping[str, Mapping[tuple[float, ...], float]]) -> Figure:
-    """A map for each method, the default framed."""
+    """A map for each method at the best client rate of each cell, the default framed."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
@@ -75,7 +75,7 @@ def draw(maps: Mapping[str, Mapping[tuple[float, ...], float]]) -> Figure:
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("epsilon")
         axis.set_ylabel("server rate")
-    figure.colorbar(image, ax=axes, label="test accuracy, %, at the best client rate")
+    figure.colorbar(image, ax=axes, label="test accuracy, %")
     return figure
 
 
