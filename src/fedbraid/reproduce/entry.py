@@ -20,7 +20,7 @@ Size = Literal["quick", "full"]
 class Finding(NamedTuple):
     """One thing that the paper states and what we found; ``ours`` counts if ``low <= ours <= high``.
 
-    A statement without a number ("A is above B") has a truth value for ``ours`` and no band.
+    A statement without a number ("A is above B") has a truth value for ``ours`` and no band; None was not run.
 
     >>> Finding("accuracy of FedAvg", "56.7", 55.9, 55.2, 58.2).within
     True
@@ -30,14 +30,14 @@ class Finding(NamedTuple):
 
     what: str
     paper: str
-    ours: float | bool
+    ours: float | bool | None
     low: float = -math.inf
     high: float = math.inf
 
     @property
     def within(self) -> bool:
-        if isinstance(self.ours, bool):
-            return self.ours
+        if self.ours is None or isinstance(self.ours, bool):
+            return bool(self.ours)
         return math.isfinite(self.ours) and self.low <= self.ours <= self.high
 
     @property

@@ -40,11 +40,13 @@ def write_page(
 
 
 def _row(finding: Finding) -> dict[str, Any]:
-    ours = finding.ours if isinstance(finding.ours, bool) else float(finding.ours)
+    ours = finding.ours
+    if ours is not None and not isinstance(ours, bool):
+        ours = float(ours) if math.isfinite(ours) else str(ours)
     return {
         "what": finding.what,
         "paper": finding.paper,
-        "ours": ours if math.isfinite(ours) else str(ours),
+        "ours": ours,
         "band": finding.band,
         "within": finding.within,
     }
@@ -53,9 +55,11 @@ def _row(finding: Finding) -> dict[str, Any]:
 def shown(ours: Any) -> str:
     """A value as the tables show it.
 
-    >>> shown(True), shown(0.123456), shown(12345.6)
-    ('yes', '0.1235', '1.235e+04')
+    >>> shown(True), shown(0.123456), shown(12345.6), shown(None)
+    ('yes', '0.1235', '1.235e+04', 'not run')
     """
+    if ours is None:
+        return "not run"
     if isinstance(ours, bool):
         return "yes" if ours else "no"
     return f"{ours:.4g}" if isinstance(ours, int | float) else str(ours)

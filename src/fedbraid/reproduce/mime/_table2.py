@@ -157,7 +157,7 @@ def notes(results: Mapping[str, Mapping[str, Any]], last: int) -> tuple[str, ...
     rates = ", ".join(f"{name} {rate_of(result, last):.3g}" for name, result in results.items())
     lost = {name: sum(result["diverged"]) for name, result in results.items()}
     diverged = ", ".join(f"{name} {n} of {len(results[name]['points'])}" for name, n in lost.items() if n)
-    spent = sum(result["seconds"] for result in results.values())
+    spent = sum({id(result): result["seconds"] for result in results.values()}.values())  # two names may share one
     return (
         f"Best client rates: {rates}.",
         f"Diverged points (a model that is not finite, or a round of which every upload was refused): "
