@@ -1,0 +1,1 @@
+"""Renard, "Notes on Federated Optimization": FedAvg on convex losses."""
