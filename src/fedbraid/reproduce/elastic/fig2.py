@@ -11,6 +11,7 @@ from fedbraid.data.catalog import load
 from fedbraid.experiment.figures import COLOURS
 from fedbraid.reproduce.elastic._synthetic import PAPER, best_rate, clients, curve, run_method
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
+from fedbraid.reproduce.training import spent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +50,7 @@ def full(job: Job) -> Evidence:
         ahead = bool(early[name, True] > early[name, False])
         findings.append(Finding(f"{name}: elastic is ahead after 20 rounds", "yes", ahead))
     note = f"Accuracy in % over the last ten rounds, plain and elastic: {'; '.join(said)}."
-    return Evidence(tuple(findings), draw(results), (note,))
+    return Evidence(tuple(findings), draw(results), (note, spent(results.values())))
 
 
 def draw(results: Mapping[tuple[str, bool], Mapping[str, Any]]) -> Figure:

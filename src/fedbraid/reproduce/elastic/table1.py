@@ -12,6 +12,7 @@ from fedbraid.data.catalog import load
 from fedbraid.experiment.figures import COLOURS
 from fedbraid.reproduce.elastic._synthetic import PAPER, best_rate, by_rate, clients, run_method
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
+from fedbraid.reproduce.training import spent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,7 +30,7 @@ FEDAVG = {"name": "fedavg"}
 
 def full(job: Job) -> Evidence:
     data = clients(job)
-    test, train = {}, {}
+    test, train, runs = {}, {}, []
     for name, elastic in VARIANTS.items():
         options = {"algorithm": FEDAVG, "elastic": elastic, "rounds": ROUNDS}
         result = run_method(name, data, job, rates=RATES, **options)
@@ -39,6 +40,7 @@ def full(job: Job) -> Evidence:
         # what was learned of the training images, at the rate that is best on the test images
         again = run_method(f"{name}-train", seen, job, rates=(rate,), evaluation={"every": ROUNDS}, **options)
         train[name] = by_rate(again)[rate]
+        runs += [result, again]
     naive = "naive"
     findings = []
     for what, paper, ours, margin in (("test", TEST, test, 1.0), ("training", TRAIN, train, 2.0)):
@@ -54,7 +56,7 @@ def full(job: Job) -> Evidence:
     )
     spread = ", ".join(f"{name} {v.mean():.2f} (seeds {v.min():.2f} to {v.max():.2f})" for name, v in test.items())
     learned = ", ".join(f"{name} {v.mean():.2f}" for name, v in train.items())
-    notes = (f"Test accuracy in %: {spread}.", f"Training accuracy in %: {learned}.")
+    notes = (f"Test accuracy in %: {spread}.", f"Training accuracy in %: {learned}.", spent(runs))
     return Evidence(tuple(findings), draw(test), notes)
 
 

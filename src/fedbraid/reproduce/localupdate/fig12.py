@@ -11,6 +11,7 @@ from fedbraid.data.catalog import load
 from fedbraid.experiment.figures import COLOURS
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.reproduce.localupdate._training import PAPER, femnist, run_grid
+from fedbraid.reproduce.training import spent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,6 +54,7 @@ def full(job: Job) -> Evidence:
         f"Training loss after {ROUNDS} rounds, by gamma: {ends}.",
         f"Left out, as no better than at the start: gamma {', '.join(f'{gamma:g}' for gamma in gone) or 'none'}.",
         f"Lowest after 25 rounds: gamma = {first:g}; at the end: gamma = {last:g}.",
+        spent([result]),
     )
     return Evidence(findings, draw(result["rounds"], shown), notes)
 

@@ -11,6 +11,7 @@ from fedbraid.data.catalog import load
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.reproduce.localupdate._training import PAPER, femnist, run_grid
 from fedbraid.reproduce.localupdate.fig12 import draw
+from fedbraid.reproduce.training import spent
 
 ROUNDS, STEPS, LAST = 200, 10, 100
 GAMMAS = (0.0, 1e-3, 1e-2, 1e-1, 1.0)
@@ -47,7 +48,7 @@ def full(job: Job) -> Evidence:
         Finding("the best eta is no larger at gamma = 0.1 than at 0.001", "yes", best[1e-3][0] >= best[1e-1][0]),
     )  # fmt: skip
     ends = ", ".join(f"{g:g} (eta {eta:.3g}): {c[0]:.3f}, {c[-1]:.3f}" for g, (eta, c) in best.items())
-    notes = (f"Training loss after 20 and {ROUNDS} rounds, by gamma: {ends}.",)
+    notes = (f"Training loss after 20 and {ROUNDS} rounds, by gamma: {ends}.", spent([result]))
     return Evidence(findings, draw(result["rounds"], {gamma: curve for gamma, (_, curve) in best.items()}), notes)
 
 

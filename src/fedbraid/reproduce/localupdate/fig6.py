@@ -9,7 +9,7 @@ from fedbraid.data.catalog import load
 from fedbraid.experiment.figures import COLOURS
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.reproduce.localupdate._training import PAPER, chosen, femnist, run_grid
-from fedbraid.reproduce.training import best, rounds_to
+from fedbraid.reproduce.training import best, rounds_to, spent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,9 +41,11 @@ def full(job: Job) -> Evidence:
         Finding("alpha: best less worst accuracy, in points", "little to no effect", max(pull) - min(pull), 0.0, 1.0),
     ]
     rates = "; ".join(f"{name}: {chosen((left | right)[name], i)}, {100 * a:.1f} %" for name, (i, a) in at.items())
-    return Evidence(
-        tuple(findings), draw(left, right), (f"Best rates and accuracy over the last {LAST} rounds: {rates}.",)
+    notes = (
+        f"Best rates and accuracy over the last {LAST} rounds: {rates}.",
+        spent([*left.values(), *list(right.values())[1:]]),
     )
+    return Evidence(tuple(findings), draw(left, right), notes)
 
 
 def draw(left: Mapping[str, Mapping[str, Any]], right: Mapping[str, Mapping[str, Any]]) -> Figure:

@@ -7,7 +7,7 @@ import numpy as np
 from fedbraid.data.catalog import load
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.reproduce.mime._ablation import LAST, Arm, draw, femnist, final, rates_note, run_arm
-from fedbraid.reproduce.training import best, rounds_to
+from fedbraid.reproduce.training import best, rounds_to, spent
 
 ROUNDS, BETA = 30, 0.9
 RATES, LOWER = (10**-0.5, 10**-1.0, 10**-1.5), (10**-1.0, 10**-1.5, 10**-2.0)
@@ -51,7 +51,7 @@ def full(job: Job) -> Evidence:
         Finding("momentum helps Mime more than FedAvg", "yes", gains[0] > gains[1]),
         Finding("a state that stays fixed (Mime) is above one updated locally", "yes", ours["Mime"] > ours["Loc-Mime"]),
     )
-    return Evidence(findings, draw(results, PANELS), (rates_note(results),))
+    return Evidence(findings, draw(results, PANELS), (rates_note(results), spent(results.values())))
 
 
 def quick(job: Job) -> Evidence:

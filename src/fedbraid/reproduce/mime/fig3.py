@@ -7,7 +7,7 @@ import numpy as np
 from fedbraid.data.catalog import load
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.reproduce.mime._ablation import LAST, Arm, draw, femnist, final, rates_note, run_arm
-from fedbraid.reproduce.training import best, rounds_to
+from fedbraid.reproduce.training import best, rounds_to, spent
 
 ROUNDS = 25
 ADAM = {"b1": 0.9, "b2": 0.99}
@@ -34,7 +34,7 @@ def full(job: Job) -> Evidence:
         Finding("FedAvg's rounds over Mime's, to FedAvg's accuracy", "above 1", rounds["FedAvg"] / rounds["Mime"], 1.0),
         Finding("a state that stays fixed (Mime) is above one updated locally", "yes", ours["Mime"] > ours["Loc-Mime"]),
     )
-    return Evidence(findings, draw(results, PANELS), (rates_note(results),))
+    return Evidence(findings, draw(results, PANELS), (rates_note(results), spent(results.values())))
 
 
 def quick(job: Job) -> Evidence:

@@ -12,6 +12,7 @@ from fedbraid.experiment.figures import COLOURS
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.reproduce.mime._ablation import femnist
 from fedbraid.reproduce.mime._stability import run_grid, tuned
+from fedbraid.reproduce.training import spent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,10 +29,11 @@ def _epsilon(name: str) -> str:
 
 def full(job: Job) -> Evidence:
     data = femnist(job)
-    maps = {}
+    results = {}
     for name in METHODS:
         grid = {"server_lr": SERVER, _epsilon(name): EPS, "client_lr": CLIENT}
-        maps[name] = tuned(run_grid(name, data, job, grid=grid, rounds=ROUNDS), ("server_lr", _epsilon(name)))
+        results[name] = run_grid(name, data, job, grid=grid, rounds=ROUNDS)
+    maps = {name: tuned(result, ("server_lr", _epsilon(name))) for name, result in results.items()}
     below = {name: max(cells.values()) - cells[DEFAULT] for name, cells in maps.items()}
     spread = {name: float(np.std(list(cells.values()))) for name, cells in maps.items()}
     findings = [
@@ -46,7 +48,7 @@ def full(job: Job) -> Evidence:
         ),
     ]  # fmt: skip
     note = "Standard deviation over the map, in points: " + ", ".join(f"{n} {s:.1f}" for n, s in spread.items()) + "."
-    return Evidence(tuple(findings), draw(maps), (note,))
+    return Evidence(tuple(findings), draw(maps), (note, spent(results.values())))
 
 
 def draw(maps: Mapping[str, Mapping[tuple[float, ...], float]]) -> Figure:

@@ -10,6 +10,7 @@ from fedbraid.experiment.figures import style
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.reproduce.mime._ablation import femnist
 from fedbraid.reproduce.mime._stability import run_grid, tuned
+from fedbraid.reproduce.training import spent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,7 +24,8 @@ METHODS = ("FedAvgSGD", "MimeSGD", "FedAvgMom", "MimeLiteMom", "MimeMom")  # Mim
 def full(job: Job) -> Evidence:
     data = femnist(job)
     grid = {"server_lr": SERVER, "client_lr": CLIENT}
-    curves = {name: tuned(run_grid(name, data, job, grid=grid, rounds=ROUNDS), ("server_lr",)) for name in METHODS}
+    results = {name: run_grid(name, data, job, grid=grid, rounds=ROUNDS) for name in METHODS}
+    curves = {name: tuned(result, ("server_lr",)) for name, result in results.items()}
     spread = {name: max(cells.values()) - min(cells.values()) for name, cells in curves.items()}
     findings = [
         Finding(f"{name}: points lost at server rate 1", "about 0", max(cells.values()) - cells[(1.0,)], 0.0, 2.0)
@@ -33,7 +35,7 @@ def full(job: Job) -> Evidence:
         less = spread[f"{way}Mom"] < spread[f"{way}SGD"]
         findings.append(Finding(f"{way}: momentum is less sensitive to the server rate than SGD", "yes", less))
     note = "Best less worst over server rates, in points: " + ", ".join(f"{n} {s:.1f}" for n, s in spread.items()) + "."
-    return Evidence(tuple(findings), draw(curves), (note,))
+    return Evidence(tuple(findings), draw(curves), (note, spent(results.values())))
 
 
 def draw(curves: Mapping[str, Mapping[tuple[float, ...], float]]) -> Figure:
