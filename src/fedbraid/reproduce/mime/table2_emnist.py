@@ -25,12 +25,12 @@ PAPER = {
     "MimeLiteAdagrad": 66.6,
     "MimeAdagrad": 67.4,
 }
-ROUNDS, LAST, MARGIN = 100, 25, 3.0
+ROUNDS, LAST, MARGIN = 100, 50, 3.0
 
 
 def full(job: Job) -> Evidence:
     data = replace(load("femnist", path=str(job.path_of("femnist"))), unseen=None)
-    marks = range(ROUNDS - LAST + 5, ROUNDS + 1, 5)
+    marks = range(ROUNDS - LAST + 10, ROUNDS + 1, 10)
     results = {
         name: run_method(
             name, data, work=job.work, model={"name": "softmax_regression"}, rounds=ROUNDS, marks=marks, tell=job.tell
