@@ -55,8 +55,7 @@ def command(
         loaded = load_config(config, settings or [])
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         folder = out if out is not None else Path("runs") / f"{loaded.algorithm.name}-{loaded.data.name}-{stamp}"
-    if at is None and (host_count is not None or host_id is not None):
-        raise ConfigError("--host-count and --host-id go with --hosts ADDRESS:PORT")
+    hosts.check(at, host_count, host_id)
     console = Console(stderr=True, highlight=False)
     if at is None:
         use_cores(loaded.engine.devices)
@@ -67,8 +66,9 @@ def command(
         if not finished:
             sys.exit(130)
         return
-    hosts.join(at, host_count, host_id)
+    hosts.watch_over(lambda sentence: console.print(f"[bold red]error:[/] {sentence}", soft_wrap=True))
     with _together(console):
+        hosts.join(at, host_count, host_id)
         use_cores(loaded.engine.devices)
         for line in hosts.placement(loaded.engine.devices):
             if hosts.is_first() and not (quiet or json):

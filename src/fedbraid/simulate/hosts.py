@@ -8,21 +8,65 @@ on before it decides anything, or the processes would part. Process 0 alone writ
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import sys
+import threading
+import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-__all__ = ["HostLost", "agreed", "any_of", "first_alone", "is_first", "join", "least", "local", "placement", "several"]
+__all__ = [
+    "HostLost",
+    "agreed",
+    "any_of",
+    "first_alone",
+    "is_first",
+    "join",
+    "least",
+    "leave",
+    "local",
+    "lost",
+    "number",
+    "placement",
+    "same",
+    "several",
+    "watch_over",
+]
 
-HEARTBEAT = 30  # seconds without a sign of life after which a host is given up
+HEARTBEAT = 20  # seconds without a sign of life after which a host is given up
+LOST = (
+    "a host of this run no longer answers: all hosts stop. The run goes on from its last checkpoint with "
+    "fedbraid run --resume, on fewer hosts too"
+)
 TEXT = 4096  # bytes of a message between hosts
 
 
 class HostLost(RuntimeError):
     """Another host of the run no longer answers."""
+
+
+def check(hosts: str | None, count: int | None, index: int | None) -> None:
+    """Refuse hosts that cannot be joined, before anything starts."""
+    if hosts in (None, "auto"):
+        if count is not None or index is not None:
+            raise ValueError("--host-count and --host-id go with --hosts ADDRESS:PORT")
+        return
+    address, colon, port = hosts.rpartition(":")
+    if not (colon and address and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise ValueError(
+            f"--hosts must be ADDRESS:PORT of the first host, such as 10.0.0.1:9876, or auto; got {hosts!r}"
+        )
+    if count is None or index is None:
+        raise ValueError(f"--hosts {hosts} needs --host-count, how many there are, and --host-id, which one this is")
+    if count < 1:
+        raise ValueError(f"--host-count must be at least 1, got {count}")
+    if not 0 <= index < count:
+        raise ValueError(f"--host-id must be from 0 to {count - 1} among {count} hosts, got {index}")
 
 
 def join(hosts: str, count: int | None = None, index: int | None = None, *, timeout: int = 300) -> None:
@@ -31,12 +75,9 @@ def join(hosts: str, count: int | None = None, index: int | None = None, *, time
     hosts: ``ADDRESS:PORT`` of process 0, where the others report, with how many there are and which one this is; or
     ``auto`` to read all three from what SLURM, Open MPI or Kubernetes tell their processes.
     """
-    if hosts == "auto":
-        if count is not None or index is not None:
-            raise ValueError("--hosts auto finds the number of hosts and this one's by itself: leave the others out")
-        arguments: dict[str, Any] = {}
-    else:
-        _check(hosts, count, index)
+    check(hosts, count, index)
+    arguments: dict[str, Any] = {}
+    if hosts != "auto":
         arguments = {"coordinator_address": hosts, "num_processes": count, "process_id": index}
         arguments["cluster_detection_method"] = "deactivate"
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -54,22 +95,6 @@ def join(hosts: str, count: int | None = None, index: int | None = None, *, time
         ) from None
     except RuntimeError as error:  # jax's own, when process 0 does not answer in time
         raise ValueError(f"--hosts {hosts}: the hosts did not come together: {_first_line(error)}") from error
-
-
-def _check(hosts: str, count: int | None, index: int | None) -> None:
-    address, colon, port = hosts.rpartition(":")
-    if not (colon and address and port.isdigit() and 0 < int(port) < 1 << 16):
-        raise ValueError(
-            f"--hosts must be ADDRESS:PORT of the first host, such as 10.0.0.1:9876, or auto; got {hosts!r}"
-        )
-    if count is None or index is None:
-        raise ValueError(
-            f"--hosts {hosts} needs --host-count, how many hosts there are, and --host-id, which one this is"
-        )
-    if count < 1:
-        raise ValueError(f"--host-count must be at least 1, got {count}")
-    if not 0 <= index < count:
-        raise ValueError(f"--host-id must be from 0 to {count - 1} among {count} hosts, got {index}")
 
 
 def several() -> bool:
@@ -91,13 +116,20 @@ def agreed(value: Any) -> Any:
         return value
     from jax.experimental import multihost_utils
 
-    return multihost_utils.broadcast_one_to_all(value)
+    try:
+        return multihost_utils.broadcast_one_to_all(value)
+    except jax.errors.JaxRuntimeError as error:
+        raise lost(error) from error
 
 
 def _gathered(value: np.ndarray) -> np.ndarray:
     from jax.experimental import multihost_utils
 
-    return np.asarray(multihost_utils.process_allgather(value)).reshape(jax.process_count(), *value.shape)
+    try:
+        gathered = multihost_utils.process_allgather(value)
+    except jax.errors.JaxRuntimeError as error:
+        raise lost(error) from error
+    return np.asarray(gathered).reshape(jax.process_count(), *value.shape)
 
 
 def any_of(flag: bool) -> bool:
@@ -159,18 +191,41 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def lost(error: BaseException, round_: int) -> HostLost:
-    """A sentence for an error of the network between hosts."""
-    return HostLost(
-        f"a host no longer answers in round {round_}: {_first_line(error)[:200]}. All hosts stop; the run goes on from "
-        "its last checkpoint with fedbraid run --resume, on fewer hosts too"
-    )
+def lost(error: BaseException) -> HostLost:
+    """The sentence for an error of the network between hosts."""
+    return HostLost(f"{LOST} ({_first_line(error)[:200]})")
+
+
+def watch_over(say: Callable[[str], None]) -> None:
+    """Fork, before jax starts: the child returns and works, this process waits for it and says how it ended.
+
+    When a host dies, jax aborts the processes of all others from a thread of its own: no handler of Python runs, and
+    what is left is a stack trace. The parent is there to say what it means, and to end with a plain status.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # jax warns of forks: its threads do not run yet
+        child = os.fork()
+    if child == 0:
+        threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the child gets it from the terminal, and ends the run in order
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if ended == -signal.SIGABRT:
+        say(LOST)
+    elif ended < 0:
+        say(f"this host's process was ended by {signal.Signals(-ended).name}")
+    leave(ended if ended >= 0 else 1)
+
+
+def _leave_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 def leave(status: int) -> None:
     """End this process at once: the orderly end of jax would wait for hosts that are gone."""
-    import sys
-
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -470,7 +470,7 @@ class _Run:
                     said = None
                 except (jax.errors.JaxRuntimeError, ValueError) as error:  # which one depends on the way of dispatch
                     if EXHAUSTED not in str(error):
-                        raise hosts.lost(error, self.done + 1) if hosts.several() else error from error
+                        raise hosts.lost(error) if hosts.several() else error from error
                     said = str(error)
                 # out of the handler, where the error no longer holds the arrays of the failed call
                 if said is not None:
