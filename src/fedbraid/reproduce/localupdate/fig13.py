@@ -14,8 +14,8 @@ from fedbraid.reproduce.localupdate.fig12 import draw
 from fedbraid.reproduce.training import spent
 
 ROUNDS, STEPS, LAST = 200, 10, 100
-GAMMAS = (0.0, 1e-3, 1e-2, 1e-1, 1.0)
-RATES = tuple(10.0 ** (k / 2) for k in (0, -1, -2, -3, -4, -5))
+GAMMAS = (0.0, 1e-2, 1e-1, 1.0)
+RATES = tuple(10.0 ** (k / 2) for k in (0, -1, -2, -3, -4))
 
 
 def tuned(result: Mapping[str, Any]) -> dict[float, tuple[float, np.ndarray]]:
@@ -45,7 +45,7 @@ def full(job: Job) -> Evidence:
         Finding("tuning eta helps every gamma: least gain over eta = 0.01 in loss at the end", "at least 0",
                 float(min(untuned[g][-1] - curve[-1] for g, (_, curve) in best.items())), -0.02),
         Finding("client rate with the lowest loss after 20 rounds", "a larger one", larger, 1e-2, 1.0),
-        Finding("the best eta is no larger at gamma = 0.1 than at 0.001", "yes", best[1e-3][0] >= best[1e-1][0]),
+        Finding("the best eta is no larger at gamma = 0.1 than at 0.01", "yes", best[1e-2][0] >= best[1e-1][0]),
     )  # fmt: skip
     ends = ", ".join(f"{g:g} (eta {eta:.3g}): {c[0]:.3f}, {c[-1]:.3f}" for g, (eta, c) in best.items())
     notes = (f"Training loss after 20 and {ROUNDS} rounds, by gamma: {ends}.", spent([result]))
@@ -75,13 +75,13 @@ ENTRY = Entry(
     title="Local update methods, Figure 13: training loss by client rate with tuned server rates",
     paper=f"{PAPER}, Figure 13",
     setting=f"As Figure 12 (FEMNIST, 300 writers, MLP of 100 units, Theta_{{1:{STEPS}}}), {ROUNDS} rounds, with the "
-    "server rate of every gamma chosen from 1 to 10^-2.5 by half decades for the lowest mean loss over the last "
+    "server rate of every gamma chosen from 1 to 10^-2 by half decades for the lowest mean loss over the last "
     f"{LAST} rounds.",
     quick="the lowest loss is chosen, and small server rates are slow; softmax regression on digits",
     run=run,
     deviations=(
         "FEMNIST alone, and an MLP on 300 writers instead of a convolutional network on 3,400.",
-        f"{ROUNDS} rounds, without gamma = 10, and six server rates instead of nine.",
+        f"{ROUNDS} rounds, gamma 0, 0.01, 0.1 and 1, and five server rates instead of nine.",
     ),
     needs=("femnist",),
     duration="about 5 minutes on two cores",

@@ -99,9 +99,9 @@ ENTRY = Entry(
     remarks=(
         "The order of the methods is not the paper's. In these rounds a writer takes part once on average, and methods "
         "that go furthest in a round lead: FedAvg without momentum, and SCAFFOLD, whose control variates are still "
-        "mostly 0. Momentum is a moving average from 0 and does not pay within so few rounds. This says nothing of "
+        "mostly 0. Server momentum is a moving average from 0 and does not pay in so few rounds. This says nothing of "
         "1,000 rounds.",
-        "What the figure says of Mime's own parts holds: momentum helps it, and its state should stay fixed in a round.",
+        "What the figure says of Mime's own parts holds: momentum helps it, and its state should stay fixed.",
     ),
     needs=("femnist",),
     duration="about 10 minutes on two cores",

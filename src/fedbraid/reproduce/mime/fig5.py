@@ -15,7 +15,7 @@ from fedbraid.reproduce.training import spent
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ROUNDS = 60
+ROUNDS = 40
 SERVER = tuple(10.0 ** (k / 2) for k in (2, 1, 0, -1, -2, -3, -4))
 CLIENT = tuple(10.0 ** (k / 2) for k in (0, -1, -2, -3, -4))
 METHODS = ("FedAvgSGD", "MimeSGD", "FedAvgMom", "MimeLiteMom", "MimeMom")  # MimeLiteSGD is FedAvgSGD
