@@ -7,6 +7,7 @@ differentiates, loops over and batches over clients contains no convolution any 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,15 +15,17 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from fedbraid.models.convolution import MOST_SLICES, convolve, outputs
 from fedbraid.models.layers import conv2d, window_max
 
 
 def fast_convolutions(function: Callable) -> Callable:
     """``function`` with its convolutions and max pools as matrix products and reshapes: same values and derivatives.
 
-    Replaced are 1-D and 2-D convolutions without groups and dilation, in any axis order, and max pools whose windows
-    lie side by side; also inside ``jit``, ``scan``, ``while_loop``, ``cond`` and ``checkpoint``. Everything else stays
-    as it is, and so do functions with their own derivative rules. Values agree to rounding.
+    Replaced are convolutions of floats (any strides, padding, dilation, groups and axis order, gradients of other
+    convolutions included) and max pools whose windows lie side by side; also inside ``jit``, ``scan``, ``while_loop``,
+    ``cond`` and ``checkpoint``. Everything else stays as it is, and so do functions with their own derivative rules.
+    Values agree to rounding. `explain` says what was replaced and what was not, and why.
 
     Args:
         function: takes and returns pytrees of arrays.
@@ -44,6 +47,36 @@ def fast_convolutions(function: Callable) -> Callable:
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
     return rewritten
+
+
+def explain(function: Callable, *args: Any) -> list[str]:
+    """One line for each convolution and max pool of ``function(*args)``: how it runs, or why it is left to XLA.
+
+    >>> convolve = lambda x, w: jax.lax.conv(x, w, (1, 1), "SAME")
+    >>> explain(convolve, jnp.ones((1, 1, 4, 4)), jnp.ones((1, 1, 3, 3)))
+    ['convolution of (1, 1, 4, 4) with (1, 1, 3, 3): matrix products']
+    """
+    return _explained(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def _explained(jaxpr: Jaxpr) -> list[str]:
+    lines = []
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        shapes: list[Any] = [atom.aval for atom in equation.invars]
+        if name == "conv_general_dilated":
+            x, kernel = shapes
+            reason = _why_not(equation.params, x, kernel)
+            how = "matrix products" if reason is None else f"left to XLA: {reason}"
+            lines.append(f"convolution of {x.shape} with {kernel.shape}: {how}")
+        elif name == "reduce_window_max":
+            how = "slices" if _side_by_side(equation.params, shapes[0]) else "left to XLA: its windows overlap"
+            lines.append(f"max pool of {shapes[0].shape}: {how}")
+        elif name.startswith("custom_") and any(_has_targets(i) for v in equation.params.values() for i in _jaxprs(v)):
+            lines.append(f"{name}: left to XLA: it has a derivative rule of its own")
+        else:
+            lines += [line for v in equation.params.values() for inner in _jaxprs(v) for line in _explained(inner)]
+    return lines
 
 
 def _has_targets(jaxpr: Jaxpr) -> bool:
@@ -104,47 +137,68 @@ def _rewritten_parameter(value: Any) -> Any:
     return jax.make_jaxpr(lambda *args: _evaluate(value.jaxpr, value.consts, args))(*value.in_avals)
 
 
+def _why_not(params: dict[str, Any], x, kernel) -> str | None:
+    """Why a convolution stays as it is, or None."""
+    if not (jnp.issubdtype(x.dtype, jnp.floating) and x.dtype == kernel.dtype):
+        return f"its factors are {x.dtype} and {kernel.dtype}; only floats of one kind are rewritten"
+    if params["preferred_element_type"] not in (None, x.dtype):
+        return f"it sums {x.dtype} as {params['preferred_element_type']}"
+    (_, _, *xs), (_, _, *ks) = params["dimension_numbers"].lhs_spec, params["dimension_numbers"].rhs_spec
+    window, dilation = [kernel.shape[k] for k in ks], params["rhs_dilation"]
+    padded = [
+        (x.shape[axis] - 1) * d + 1 + sum(pads)
+        for axis, d, pads in zip(xs, params["lhs_dilation"], params["padding"], strict=True)
+    ]
+    places = outputs(padded, window, params["window_strides"], dilation)
+    if min(places) < 1 or 0 in x.shape:
+        return "it has no output"
+    slices = min(math.prod(places), math.prod(window))
+    return f"it needs {slices} slices, more than {MOST_SLICES}" if slices > MOST_SLICES else None
+
+
 def _convolution(params: dict[str, Any], x, kernel):
-    """``conv_general_dilated`` as ``conv2d``, or None where it does not fit."""
-    spec = params["dimension_numbers"]
-    spatial = len(params["window_strides"])
-    plain = (
-        params["feature_group_count"] == params["batch_group_count"] == 1
-        and set(params["lhs_dilation"]) | set(params["rhs_dilation"]) == {1}
-        and params["preferred_element_type"] in (None, x.dtype)
-        and x.dtype == kernel.dtype
-        and jnp.issubdtype(x.dtype, jnp.floating)
-        and min(min(pair) for pair in params["padding"]) >= 0
-    )
-    if spatial not in (1, 2) or not plain:
+    """``conv_general_dilated`` as matrix products, or None where it does not fit."""
+    if _why_not(params, x, kernel) is not None:
         return None
+    spec = params["dimension_numbers"]
     (n, c, *xs), (o, i, *ks), (out_n, out_c, *outs) = spec.lhs_spec, spec.rhs_spec, spec.out_spec
     x, kernel = x.transpose(n, *xs, c), kernel.transpose(*ks, i, o)
-    strides, padding = params["window_strides"], params["padding"]
-    if spatial == 1:
-        x, kernel = x[:, None], kernel[None]
-        strides, padding = (1, *strides), ((0, 0), *padding)
-    precision = params["precision"]
-    y = conv2d(x, kernel, stride=(strides[0], strides[1]), padding=padding, precision=precision)
-    if spatial == 1:
-        y = y[:, 0]
+    strides, padding, precision = params["window_strides"], params["padding"], params["precision"]
+    if _plain(params) and max(kernel.shape[:-2]) <= 7:
+        y = conv2d(x, kernel, stride=(strides[0], strides[1]), padding=padding, precision=precision)
+    else:
+        y = convolve(
+            x,
+            kernel,
+            strides=strides,
+            padding=padding,
+            lhs_dilation=params["lhs_dilation"],
+            rhs_dilation=params["rhs_dilation"],
+            feature_groups=params["feature_group_count"],
+            batch_groups=params["batch_group_count"],
+            precision=precision,
+        )
     order = [0] * y.ndim
     for axis, place in enumerate((out_n, *outs, out_c)):
         order[place] = axis
     return y.transpose(order)
 
 
+def _plain(params: dict[str, Any]) -> bool:
+    """Whether it is one that `conv2d` knows, and so may do by tiles: 2-D, no groups, no dilation."""
+    return (
+        len(params["window_strides"]) == 2
+        and params["feature_group_count"] == params["batch_group_count"] == 1
+        and set(params["lhs_dilation"]) | set(params["rhs_dilation"]) == {1}
+        and min(min(pair) for pair in params["padding"]) >= 0
+    )
+
+
 def _max_pool(params: dict[str, Any], x):
     """``reduce_window_max`` with windows side by side as a reshape and a maximum, or None."""
-    window = params["window_dimensions"]
-    plain = (
-        tuple(window) == tuple(params["window_strides"])
-        and set(params["base_dilation"]) | set(params["window_dilation"]) == {1}
-        and not any(map(any, params["padding"]))
-        and jnp.issubdtype(x.dtype, jnp.floating)
-    )
-    if not plain:
+    if not _side_by_side(params, x):
         return None
+    window = params["window_dimensions"]
     x = x[tuple(slice(size - size % k) for size, k in zip(x.shape, window, strict=True))]
     shape, axes = [], []
     for size, k in zip(x.shape, window, strict=True):
@@ -153,6 +207,16 @@ def _max_pool(params: dict[str, Any], x):
             axes.append(len(shape))
             shape.append(k)
     return window_max(x.reshape(shape), tuple(axes))
+
+
+def _side_by_side(params: dict[str, Any], x) -> bool:
+    window = params["window_dimensions"]
+    return bool(
+        tuple(window) == tuple(params["window_strides"])
+        and set(params["base_dilation"]) | set(params["window_dilation"]) == {1}
+        and not any(map(any, params["padding"]))
+        and jnp.issubdtype(x.dtype, jnp.floating)
+    )
 
 
 _REPLACEMENTS: dict[str, Callable] = {"conv_general_dilated": _convolution, "reduce_window_max": _max_pool}
