@@ -37,11 +37,20 @@ def command(
     at_once: Annotated[int | None, typer.Option(help="points in one program at most (default: what fits)")] = None,
     out: Annotated[Path | None, typer.Option(help="folder to make (default: runs/sweep-NAME-TIME)")] = None,
     resume: Annotated[Path | None, typer.Option(help="folder of a stopped sweep to go on with")] = None,
+    cluster: Annotated[str | None, typer.Option(help="deal the points out to workers: slurm, or local")] = None,
+    workers: Annotated[int | None, typer.Option(help="workers on the cluster at most (default: 4)")] = None,
+    cluster_set: Annotated[
+        list[str] | None,
+        typer.Option(help="key=value for the workers, such as slurm_partition=gpu, gpus_per_node=1, timeout_min=60"),
+    ] = None,
+    bundle: Annotated[int | None, typer.Option(hidden=True, help="what a worker runs: one bundle of --resume")] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress, no table")] = False,
 ) -> None:
     """Try many values of keys and find the best, on a validation split and on seeds of its own."""
     from fedbraid.experiment import ConfigError
+    from fedbraid.experiment.cluster import BUNDLES, Cluster, collect, run_bundle, sweep_on
+    from fedbraid.experiment.config import read_tree
     from fedbraid.experiment.sweep import load_sweep, reopen_sweep, run_sweep
     from fedbraid.simulate import use_cores
 
@@ -59,6 +68,12 @@ def command(
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if over:
         changes["over"] = dict(_split(one) for one in over)
+    if cluster not in (None, "slurm", "local"):
+        raise ConfigError(f"--cluster must be slurm or local, got {cluster!r}")
+    if cluster is None and (workers is not None or cluster_set):
+        raise ConfigError("--workers and --cluster-set go with --cluster slurm or --cluster local")
+    if bundle is not None and (resume is None or cluster is not None):
+        raise ConfigError("--bundle goes with --resume FOLDER alone: it is what the workers of a cluster run")
     if resume is not None:
         if config is not None or settings or out is not None or changes:
             raise ConfigError("--resume takes everything from the folder: leave out CONFIG and all other options")
@@ -68,11 +83,21 @@ def command(
         loaded, tuning = load_sweep(config, settings or [], changes)
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         folder = out if out is not None else Path("runs") / f"sweep-{loaded.algorithm.name}-{loaded.data.name}-{stamp}"
-    use_cores(loaded.engine.devices)
     console = Console(stderr=True, highlight=False)
     try:
         with Bar(console, show=not (quiet or json)) as bar:
-            summary = run_sweep(loaded, tuning, folder, resume=resume is not None, on_news=bar.news)
+            again: dict[str, Any] = {"resume": resume is not None, "on_news": bar.news}
+            if cluster is not None:
+                there = Cluster(cluster, 4 if workers is None else workers, read_tree(None, cluster_set or []))
+                summary = sweep_on(there, loaded, tuning, folder, **again)
+            else:
+                use_cores(loaded.engine.devices)
+                if bundle is not None:
+                    run_bundle(folder, bundle, on_news=bar.news)
+                    return
+                if resume is not None and (folder / BUNDLES).is_file():
+                    collect(folder)  # what workers finished is not run again
+                summary = run_sweep(loaded, tuning, folder, **again)
     except KeyboardInterrupt:
         console.print(f"stopped; the finished trials are kept. Go on with: fedbraid sweep --resume {folder}")
         sys.exit(130)

@@ -19,7 +19,7 @@ import json
 import math
 import time
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -36,7 +36,17 @@ from fedbraid.experiment.config import Config, ConfigError, dump, parse, read_tr
 from fedbraid.experiment.many import Outcome, Point, Together, measured, traceable, with_values
 from fedbraid.experiment.trials import Criterion, Row, Trials, best_point, pick_metric
 
-__all__ = ["Lab", "News", "Tuning", "hold_out_validation", "load_sweep", "reopen_sweep", "run_sweep", "tune"]
+__all__ = [
+    "Lab",
+    "News",
+    "Tuning",
+    "all_points",
+    "hold_out_validation",
+    "load_sweep",
+    "reopen_sweep",
+    "run_sweep",
+    "tune",
+]
 
 SWEEP, TRIALS, BEST, SUMMARY, PICTURE = "sweep.toml", "trials.parquet", "best.toml", "summary.json", "sweep.png"
 MOST_TRIALS, TRIES = 100_000, 32  # at most; and the points of a search that says nothing
@@ -272,25 +282,22 @@ def tune(
     trials: Trials | None = None,
     *,
     label: Mapping[str, Any] | None = None,
+    only: Collection[int] | None = None,
     on_news: Callable[[News], Any] | None = None,
 ) -> dict[str, Any]:
     """Try points as the tuning says and return the best one with what it was chosen by; rows go to ``trials``.
 
     ``label``: columns that mark the rows of this tuning among others in the same file. Trials that are in the file
-    already are not run again.
+    already are not run again. ``only``: some of `all_points`, where others try the rest.
     """
     trials, label = Trials(None) if trials is None else trials, dict(label or {})
     tuning = lab.tuning
     work = _Work(lab, trials, label, on_news)
     began = time.perf_counter()
-    if tuning.search == "grid":
-        points = search.grid(lab.space)
+    if tuning.search != "adaptive":
+        points = {i: point for i, point in all_points(lab).items() if only is None or i in only}
         work.plan([len(points)])
-        work.bracket(dict(enumerate(points)))
-    elif tuning.search == "random":
-        points = search.sample(lab.space, tuning.trials or TRIES, tuning.seed)
-        work.plan([len(points)])
-        work.bracket(dict(enumerate(points)))
+        work.bracket(points)
     else:
         total = tuning.trials or TRIES
         counts = [min(tuning.batch, total - start) for start in range(0, total, tuning.batch)]
@@ -312,6 +319,13 @@ def tune(
         "tuned_on": f"{lab.split_by}, seed{'s' if tuning.seeds > 1 else ''} {', '.join(map(str, tuning.seed_list))}",
         "at_edge": _at_edge(lab.space, best["best"]),
     }
+
+
+def all_points(lab: Lab) -> dict[int, Point]:
+    """The points of a grid or of a random search by their ids."""
+    random = lab.tuning.search == "random"
+    points = search.sample(lab.space, lab.tuning.trials or TRIES, lab.tuning.seed) if random else search.grid(lab.space)
+    return dict(enumerate(points))
 
 
 class _Work:
@@ -509,6 +523,17 @@ def write_sweep(path: Path, config: Config, tuning: Tuning) -> None:
     path.write_text(tomli_w.dumps(tree))
 
 
+def about(tuning: Tuning) -> dict[str, Any]:
+    """What a file of trials says of itself."""
+    return {"version": fedbraid.__version__, "kind": "sweep", "keys": list(tuning.over)}
+
+
+def check_folder(out: Path) -> None:
+    """A sweep's folder that holds anything is never overwritten."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is not empty: choose another --out, or continue it with --resume {out}")
+
+
 def run_sweep(
     config: Config,
     tuning: Tuning,
@@ -521,14 +546,13 @@ def run_sweep(
 
     The folder must be new, or with ``resume`` that of a sweep that was stopped: its trials are kept.
     """
-    if not resume and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists and is not empty: choose another --out, or continue it with --resume {out}")
+    if not resume:
+        check_folder(out)
     lab = Lab(config, tuning)  # whatever is wrong is said before a folder is made
     if not resume:
         out.mkdir(parents=True, exist_ok=True)
         write_sweep(out / SWEEP, config, tuning)
-    about = {"version": fedbraid.__version__, "kind": "sweep", "keys": list(tuning.over)}
-    trials = Trials(out / TRIALS, about)
+    trials = Trials(out / TRIALS, about(tuning))
     found = tune(lab, trials, on_news=on_news)
     summary = {
         "kind": "sweep",

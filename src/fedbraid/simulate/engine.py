@@ -21,6 +21,7 @@ from fedbraid import address
 from fedbraid.core import Aggregate, Algorithm, Exchange, Report
 from fedbraid.local import ClientData, LocalWork
 from fedbraid.simulate.arrival import Arrival, everyone
+from fedbraid.simulate.convolutions import Convolutions, fast_clients
 from fedbraid.simulate.devices import AXIS, replicated
 from fedbraid.simulate.plan import Plan, Slots
 
@@ -232,12 +233,22 @@ class Engine(NamedTuple):
 
 
 def make_engine(
-    alg: Algorithm, plan: Plan, mesh: Mesh, *, cap: int, population: int, arrival: Arrival = everyone, local: bool
+    alg: Algorithm,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    cap: int,
+    population: int,
+    arrival: Arrival = everyone,
+    local: bool,
+    convolutions: Convolutions = "fast",
 ) -> Engine:
     """Programs for ``alg``.
 
     ``local`` says that each device holds its own cohort's arrays (streamed data); else all hold all examples.
     """
+    if convolutions == "fast":
+        alg = fast_clients(alg)
 
     def run_exchange(
         index: int, server: PyTree, states: PyTree, arrays: PyTree, slots: Slots, round_: Any, seed_key: Any

@@ -19,9 +19,11 @@ from fedbraid.core import Algorithm, check_choice, check_count, is_traced
 from fedbraid.cost import Cost, cost, data_shapes
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.local import ClientData
+from fedbraid.models.rewrite import fast_convolutions
 from fedbraid.simulate import checkpoint, hosts
 from fedbraid.simulate.arrival import Arrival, everyone
 from fedbraid.simulate.devices import client_mesh, free_memory, host_memory, place, replicated
+from fedbraid.simulate.convolutions import CONVOLUTIONS, Convolutions, fast_clients
 from fedbraid.simulate.engine import Engine, make_engine
 from fedbraid.simulate.evaluate import evaluator, summarize
 from fedbraid.simulate.feed import Feed, Portion
@@ -102,6 +104,7 @@ def simulate(
     devices: int | None = None,
     data_in: Literal["auto", "device", "host"] = "auto",
     states_in: Literal["auto", "device", "host"] | Path = "auto",
+    convolutions: Convolutions = "fast",
     checkpoints: Checkpoints | None = None,
     on_progress: Callable[[Progress], bool | None] | None = None,
 ) -> Result:
@@ -112,6 +115,7 @@ def simulate(
     plan, chunk, devices, data_in, states_in: how it is computed; the defaults fit the machine, the results do not
         depend on them (beyond rounding). ``states_in`` may be a folder. Where a device runs out of memory, the chunk
         is halved and the round run again.
+    convolutions: "fast" runs those of anyone's model as matrix products, "native" leaves them to XLA.
     on_progress: called now and then; returning True ends the run after a checkpoint.
 
     Hyper-parameters inside ``alg`` may be traced, so a sweep is a ``vmap``:
@@ -135,6 +139,7 @@ def simulate(
         check_count("eval_every", eval_every)
     check_choice("plan", plan, ("auto", "sequential", "chunks", "lanes"))
     check_choice("data_in", data_in, ("auto", "device", "host"))
+    check_choice("convolutions", convolutions, CONVOLUTIONS)
     traffic = cost(alg, params, split)  # checks the structure too, before anything compiles
     if jax.tree.leaves(jax.eval_shape(alg.init_client, params)) and rounds * size < split.num_clients:
         warnings.warn(
@@ -151,13 +156,14 @@ def simulate(
     cap, population = int(split.sizes.max()), split.num_clients
 
     def program(plan: Plan) -> Engine:
-        return make_engine(alg, plan, mesh, cap=cap, population=population, arrival=arrival, local=stream)
+        options = {"arrival": arrival, "local": stream, "convolutions": convolutions}
+        return make_engine(alg, plan, mesh, cap=cap, population=population, **options)
 
     run = _Run(alg, feed, program, traffic, rounds, seed, checkpoints, on_progress)
     if metrics is not None:
         if federated.test is None:
             raise ValueError("metrics were given, but the data has no test split to evaluate them on")
-        run.evaluate = evaluator(metrics, federated.test)
+        run.evaluate = evaluator(fast_convolutions(metrics) if convolutions == "fast" else metrics, federated.test)
         run.eval_every = rounds if eval_every is None else eval_every
     run.start(params, on_host, folder)
     return run.go()
@@ -211,7 +217,7 @@ def _client_bytes(alg: Algorithm, params: PyTree, split: Split) -> int | None:
     few = {n: jax.ShapeDtypeStruct((whole.cap, *s.shape[1:]), s.dtype) for n, s in whole.arrays.items()}
     data = ClientData(few, whole.offset, whole.size, whole.cap)
     largest = 0
-    for exchange in alg.exchanges:
+    for exchange in fast_clients(alg).exchanges:
         down = jax.eval_shape(exchange.send, server)
         try:
             compiled = jax.jit(exchange.client).lower(down, state, data, key).compile()

@@ -1,0 +1,213 @@
+"""Sweeps over the machines of a cluster: bundles of points, one a worker, through submitit.
+
+The points of a grid or a random search are known before anything runs, so they are dealt out: points that are one
+program stay together as far as the number of workers allows. A worker is the command ``fedbraid sweep --resume FOLDER
+--bundle I``, which needs the folder and nothing else; submitit queues it (SLURM) or runs it here (local).
+
+    bundles.json        which points are in which bundle
+    bundles/I.parquet   the trials of a bundle, replaced after every program: a bundle that was stopped goes on
+    bundles/I.json      written when a bundle is done: it is not run again
+    jobs/               what submitit writes: the scripts and the output of the workers
+
+When all are done, their trials become the sweep's ``trials.parquet``, and it ends as it would have on one machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from fedbraid.experiment.config import Config, ConfigError
+from fedbraid.experiment.sweep import (
+    SUMMARY,
+    SWEEP,
+    TRIALS,
+    Lab,
+    News,
+    Tuning,
+    about,
+    all_points,
+    check_folder,
+    reopen_sweep,
+    run_sweep,
+    tune,
+    write_sweep,
+)
+from fedbraid.experiment.trials import Trials, read_trials
+
+__all__ = ["Cluster", "bundles", "collect", "run_bundle", "sweep_on"]
+
+BUNDLES, FOLDER, JOBS = "bundles.json", "bundles", "jobs"
+LOOK = 0.5  # seconds between two looks at the workers
+
+
+class Cluster(NamedTuple):
+    """Where workers run and what they may take: ``options`` are submitit's, such as timeout_min, slurm_partition."""
+
+    name: Literal["slurm", "local"]
+    workers: int
+    options: Mapping[str, Any] = {}
+
+
+def bundles(groups: Sequence[Sequence[int]], workers: int) -> list[list[int]]:
+    """Points dealt out to at most ``workers``, about as many to each, groups cut as seldom as can be.
+
+    >>> bundles([[0, 2, 4, 6], [1, 3, 5]], 3)
+    [[0, 2, 4], [6, 1], [3, 5]]
+    """
+    flat = [i for group in groups for i in group]
+    parts = np.array_split(np.array(flat, np.int64), max(1, min(workers, len(flat))))
+    return [part.tolist() for part in parts]
+
+
+def sweep_on(
+    cluster: Cluster,
+    config: Config,
+    tuning: Tuning,
+    out: Path,
+    *,
+    resume: bool = False,
+    on_news: Callable[[News], Any] | None = None,
+) -> dict[str, Any]:
+    """A sweep by workers on a cluster; its folder and its summary are those of `run_sweep`.
+
+    The folder must be one that the workers see too. With ``resume`` bundles that are done are not run again.
+    """
+    began = time.perf_counter()
+    if cluster.workers < 1:
+        raise ConfigError(f"workers must be at least 1, got {cluster.workers}")
+    executor = _executor(cluster, out)  # says what is missing before anything is made
+    if not resume:
+        check_folder(out)
+        lab = _lab(config, tuning)
+        parts = bundles(lab.groups(all_points(lab)), cluster.workers)
+        out.mkdir(parents=True, exist_ok=True)
+        write_sweep(out / SWEEP, config, tuning)
+        _write(out / BUNDLES, {"bundles": parts})
+    elif not (out / BUNDLES).is_file():
+        raise ConfigError(f"the sweep in {out} was not dealt out to workers: go on with --resume {out} alone")
+    todo = [i for i in range(len(_dealt(out))) if not _done(out, i).is_file()]
+    command = [sys.executable, "-m", "fedbraid", "sweep", "--resume", str(out.absolute()), "--quiet", "--bundle"]
+    if todo:
+        _work(executor, [[*command, str(i)] for i in todo], out, on_news)
+    left = [i for i in todo if not _done(out, i).is_file()]
+    if left:
+        raise ConfigError(
+            f"{len(left)} of {len(_dealt(out))} bundles did not finish ({', '.join(map(str, left))}): their output is "
+            f"in {out / JOBS}. The finished trials are kept; go on with --resume {out} --cluster {cluster.name}"
+        )
+    programs = collect(out)
+    summary = run_sweep(config, tuning, out, resume=True)
+    summary |= {"programs": programs, "seconds": time.perf_counter() - began, "bundles": len(_dealt(out))}
+    _write(out / SUMMARY, summary)
+    return summary
+
+
+def run_bundle(out: Path, index: int, *, on_news: Callable[[News], Any] | None = None) -> None:
+    """Try the points of one bundle of a sweep that was dealt out; what is in its file already is not run again."""
+    parts = _dealt(out)
+    if not 0 <= index < len(parts):
+        raise ConfigError(f"--bundle must be from 0 to {len(parts) - 1}, the bundles of {out}; got {index}")
+    config, tuning = reopen_sweep(out)
+    (out / FOLDER).mkdir(exist_ok=True)
+    found = tune(
+        _lab(config, tuning),
+        Trials(out / FOLDER / f"{index}.parquet", about(tuning)),
+        only=parts[index],
+        on_news=on_news,
+    )
+    _write(_done(out, index), {name: found[name] for name in ("trials", "programs", "seconds")})
+
+
+def collect(out: Path) -> int:
+    """All trials of the bundles so far into the sweep's own file; returns how many programs they took."""
+    files = [out / FOLDER / f"{i}.parquet" for i in range(len(_dealt(out)))]
+    rows = {(row["point"], row["seed"]): row for file in files if file.is_file() for row in read_trials(file)}
+    _, tuning = reopen_sweep(out)
+    trials = Trials(out / TRIALS, about(tuning))
+    known = {(row["point"], row["seed"]) for row in trials.rows}
+    trials.add([rows[key] for key in sorted(rows) if key not in known])
+    said = [json.loads(_done(out, i).read_text()) for i in range(len(files)) if _done(out, i).is_file()]
+    return sum(one["programs"] for one in said)
+
+
+def _lab(config: Config, tuning: Tuning) -> Lab:
+    why = {
+        tuning.search == "adaptive": "search = adaptive asks for points by the scores of those before",
+        tuning.halving is not None: "halving drops points by their rank among all",
+    }
+    if True in why:
+        raise ConfigError(f"{why[True]}: its points cannot be dealt out to workers; take a grid or a random search")
+    return Lab(config, tuning)
+
+
+def _executor(cluster: Cluster, out: Path) -> Any:
+    try:
+        import submitit
+    except ImportError:
+        raise ConfigError("sweeps on a cluster need submitit: pip install 'fedbraid[cluster]'") from None
+    try:
+        executor = submitit.AutoExecutor(folder=out / JOBS, cluster=cluster.name)
+        executor.update_parameters(name="fedbraid-sweep", **{"timeout_min": 24 * 60, **cluster.options})
+    except (RuntimeError, NameError, ValueError, TypeError) as error:
+        raise ConfigError(f"--cluster {cluster.name}: {error}") from None
+    finally:
+        _drop_empty(out)
+    return executor
+
+
+def _drop_empty(out: Path) -> None:
+    """submitit makes its folder at once; a sweep that is refused leaves none."""
+    for folder in (out / JOBS, out):
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _work(executor: Any, commands: Sequence[list[str]], out: Path, on_news: Callable | None) -> None:
+    """Submit and wait. Ended by Ctrl-C, the workers end too; what they finished stays."""
+    from submitit.helpers import CommandFunction
+
+    (out / JOBS).mkdir(parents=True, exist_ok=True)
+    with executor.batch():
+        jobs = [executor.submit(CommandFunction(command)) for command in commands]
+    try:
+        while not all(job.done() for job in jobs):
+            _tell(out, jobs, on_news)
+            time.sleep(LOOK)
+    except BaseException:
+        for job in jobs:
+            job.cancel()
+        raise
+    _tell(out, jobs, on_news)
+
+
+def _tell(out: Path, jobs: Sequence[Any], on_news: Callable | None) -> None:
+    if on_news is None:
+        return
+    total = len(_dealt(out))
+    done = sum(_done(out, i).is_file() for i in range(total))
+    running = sum(job.state == "RUNNING" for job in jobs)
+    on_news(News(done / total, 0, 0, None, None, f"{done} of {total} bundles done, {running} running"))
+
+
+def _dealt(out: Path) -> list[list[int]]:
+    if not (out / BUNDLES).is_file():
+        raise ConfigError(f"{out} has no {BUNDLES}: it is not a sweep that was dealt out to workers")
+    return json.loads((out / BUNDLES).read_text())["bundles"]
+
+
+def _done(out: Path, index: int) -> Path:
+    return out / FOLDER / f"{index}.json"
+
+
+def _write(path: Path, what: Mapping[str, Any]) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(what, indent=1))
+    os.replace(partial, path)
