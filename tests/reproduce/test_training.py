@@ -1,5 +1,6 @@
 """Training runs of entries: pieces join to the whole, and files of another question are not taken for an answer."""
 
+import json
 import math
 
 import numpy as np
@@ -59,6 +60,15 @@ def test_a_kept_result_answers_its_own_question_only(tmp_path):
     short = train("run", config(2), data, RATES[:1], work=tmp_path)
     longer = train("run", config(4), data, RATES[:1], work=tmp_path)
     assert (short["rounds"], longer["rounds"]) == ([2], [2, 4])
+    path = tmp_path / "run.json"
+    kept = json.loads(path.read_text())
+    del kept["asked"]["config"]["evaluation"]  # as if the section had come later: its default is what was meant
+    path.write_text(json.dumps(kept | {"rounds": "kept"}))
+    assert train("run", config(4), data, RATES[:1], work=tmp_path)["rounds"] == [2, 4]  # every = 2 is no default
+    kept["asked"]["config"]["evaluation"] = {"every": 2}
+    kept["asked"]["config"]["engine"] = {"plan": "sequential"}  # another way to compute the same
+    path.write_text(json.dumps(kept | {"rounds": "kept"}))
+    assert train("run", config(4), data, RATES[:1], work=tmp_path)["rounds"] == "kept"
     assert longer["test_loss"][0][0] == pytest.approx(short["test_loss"][0][0], rel=1e-6)
 
 

@@ -21,11 +21,12 @@ import numpy as np
 from fedbraid.core import Algorithm
 from fedbraid.data.federated import FederatedData
 from fedbraid.experiment.build import Experiment
-from fedbraid.experiment.config import Config
+from fedbraid.experiment.config import Config, ConfigError, parse
 from fedbraid.experiment.many import Outcome, Point, Together, with_values
 
 __all__ = ["Swap", "best", "rounds_to", "score", "spent", "train"]
 
+UNASKED = ("engine", "checkpoint")  # sections that do not change results
 Swap = Callable[[Callable, Mapping[str, Any]], Algorithm]  # (loss, options of the configuration's algorithm)
 
 
@@ -68,7 +69,7 @@ def train(
     The result has ``points``, ``rounds`` (those evaluated), ``diverged``, one list a point of every metric of the test
     split under its name, ``train_loss`` at every round, the ``models`` sent a round (both ways) and ``seconds``.
     """
-    asked = {
+    asked: dict[str, Any] = {
         "config": config.model_dump(mode="json") | {"seed": seeds[0]},
         "points": [dict(point) | ({"seed": seed} if len(seeds) > 1 else {}) for seed in seeds for point in points],
         "marks": sorted(marks),
@@ -77,7 +78,7 @@ def train(
     path = work / f"{name}.json"
     if path.exists():
         kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept["asked"] == asked:
+        if _same(kept["asked"], asked):
             return kept
     work.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
@@ -153,6 +154,15 @@ def _plain(value: float) -> float | None:
     return round(value, 6) if math.isfinite(value) else None
 
 
+def _same(kept: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
+    """Whether a file answers what is asked: how it was computed does not matter, nor keys added since, at defaults."""
+    try:
+        configs = [parse({k: v for k, v in one["config"].items() if k not in UNASKED}) for one in (kept, asked)]
+    except ConfigError:  # a key that has gone since
+        return False
+    return configs[0] == configs[1] and all(kept.get(key) == asked[key] for key in asked if key != "config")
+
+
 # --- what is kept of an unfinished run -------------------------------------------------------------------------------
 
 
@@ -177,7 +187,7 @@ def _read(path: Path, asked: Mapping[str, Any], together: Together, swap: Swap |
     algorithm = base.algorithm if swap is None else swap(base.loss, base.config.algorithm.options)
     shape = jax.eval_shape(lambda params: (algorithm.init(params), algorithm.init_client(params)), base.params)
     with np.load(path, allow_pickle=False) as kept:
-        if kept["asked"].tobytes() != json.dumps(asked).encode():
+        if not _same(json.loads(kept["asked"].tobytes()), asked):
             return None
 
         def columns(kind: str) -> dict[str, np.ndarray]:
