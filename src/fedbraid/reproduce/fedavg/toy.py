@@ -115,7 +115,10 @@ def run(job: Job) -> Evidence:
     everything = {**split.arrays, "mask": np.ones(split.num_examples, np.float32)}
     with jax.enable_x64(True):
         figure = draw_shadow(trace, objective=lambda w: toy_loss(w, everything, None), optimum=toy_optimum(split))
-    figure.set_size_inches(9, 4)
+    figure.set_size_inches(7.2, 3.4)
+    figure.axes[0].legend(fontsize=7, loc="lower left")
+    for axis in figure.axes:
+        axis.title.set_fontsize(9)
     note = f"L = {smoothness:.3f}; zeta over the iterates seen = {zeta:.3f}. "
     note += f"Distance of the end from the optimum: {', '.join(f'{m:.3g}' for m in misses)}."
     return Evidence(tuple(findings), figure, (note,))

@@ -105,15 +105,16 @@ def run(job: Job) -> Evidence:
 def _draw(kappas, counted, gaps):
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = Figure(figsize=(8.5, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     for style, (kappa, pair) in zip(("-", "--", ":"), gaps.items(), strict=False):
-        for i, (name, gap) in enumerate(zip(("FedGD", "FedSplit"), pair, strict=True)):
+        for i, gap in enumerate(pair):
             at = np.unique(np.geomspace(1, len(gap) - 1, 300).astype(int))
             at = at[gap[at] > 1e-6]
-            left.plot(at, gap[at], style, color=COLOURS[i], lw=1.6, label=f"{name}, $\\kappa$ = {kappa}")
+            left.plot(at, gap[at], style, color=COLOURS[i], lw=1.6)
+        left.plot([], [], style, color="0.3", label=f"$\\kappa$ = {kappa}")
     left.axhline(EPSILON, color="0.6", lw=0.8)
-    left.set(xlabel="round", ylabel="$F(x_t) - F^*$", xscale="log", yscale="log")
+    left.set(xlabel="round", ylabel="$F(x_t) - F^*$", xscale="log", yscale="log", ylim=(1e-9, None))
     for i, (name, mark) in enumerate((("FedGD", "o"), ("FedSplit", "s"))):
         right.plot(kappas, counted[name], "-" + mark, ms=4, color=COLOURS[i], label=name)
     for power, name in ((1.0, "FedGD"), (0.5, "FedSplit")):
@@ -122,7 +123,7 @@ def _draw(kappas, counted, gaps):
         right.plot(kappas, scaled, ":", color="0.4", lw=1, label=label)
     right.set(xlabel="condition number $\\kappa$", ylabel=f"rounds to a gap of {EPSILON:g}", xscale="log", yscale="log")
     for axis in (left, right):
-        axis.legend(fontsize=7.5)
+        axis.legend(fontsize=7.5, loc="lower left" if axis is left else "upper left")
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     return figure

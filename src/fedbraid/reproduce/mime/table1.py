@@ -193,7 +193,7 @@ def run(job: Job) -> Evidence:
 def _draw():
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.5, 4), layout="constrained")
+    figure = Figure(figsize=(7.4, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     epsilons = np.geomspace(1e-5, 1e-1, 60)
     shown = {
@@ -208,18 +208,24 @@ def _draw():
         left.plot(
             epsilons, [_rounds(name, e=e) for e in epsilons], ("-", "--")[i % 2], color=COLOURS[i], lw=1.8, label=label
         )
-    left.set(xlabel="accuracy $\\epsilon$", ylabel="rounds, up to constants and logarithms", xscale="log", yscale="log")
+    left.set(
+        xlabel="accuracy $\\epsilon$",
+        ylabel="rounds, up to constants and logarithms",
+        xscale="log",
+        yscale="log",
+        ylim=(1, 1e15),
+    )
     left.set_title("L = 10, G = 1, $\\sigma$ = 0.5, $\\delta$ = 0.1, S = 16, N = 3,400", fontsize=9)
     ratios = np.geomspace(1e-3, 3, 60)
     for i, (name, label) in list(enumerate(shown.items()))[4:]:
         ys = [_rounds(name, d=r * USUAL["L"], v=0.0, e=1e-9) / _rounds("server_lower_bound", e=1e-9) for r in ratios]
         right.plot(ratios, ys, ("-", "--")[i % 2], color=COLOURS[i], lw=1.8, label=label)
     right.axhline(1, color="0.4", lw=1)
-    right.text(1.2e-3, 1.15, "lower bound of server-only methods", fontsize=8, color="0.3")
+    right.text(1.2e-3, 1.15, "server-only lower bound", fontsize=8, color="0.3")
     right.set(xlabel="Hessian dissimilarity $\\delta / L$", ylabel="rounds over that bound", xscale="log", yscale="log")
     right.set_title("$\\epsilon = 10^{-9}$, $\\sigma$ = 0", fontsize=9)
     for axis in (left, right):
-        axis.legend(fontsize=7.5)
+        axis.legend(fontsize=7, loc="upper right" if axis is left else "upper left")
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     return figure
