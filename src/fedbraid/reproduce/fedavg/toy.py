@@ -116,7 +116,9 @@ def run(job: Job) -> Evidence:
     with jax.enable_x64(True):
         figure = draw_shadow(trace, objective=lambda w: toy_loss(w, everything, None), optimum=toy_optimum(split))
     figure.set_size_inches(7.2, 3.4)
-    figure.axes[0].legend(fontsize=7, loc="lower left")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.axes[0].get_legend().remove()
+    figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
     for axis in figure.axes:
         axis.title.set_fontsize(9)
     note = f"L = {smoothness:.3f}; zeta over the iterates seen = {zeta:.3f}. "
