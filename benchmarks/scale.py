@@ -184,7 +184,9 @@ def draw(rows: list[dict], path: Path) -> None:
         lines = {plan: [r for r in own if r.get("plan") == plan] for plan in dict.fromkeys(r.get("plan") for r in own)}
         for i, (plan, line) in enumerate(lines.items()):
             x = [row[over] for row in line]
-            label = {"sequential": "one client per core", "chunks": f"chunks of {CHUNK}"}.get(plan or "", "measured")
+            label = {"sequential": "one client per core", "chunks": f"chunks of {CHUNK}"}.get(
+                plan or "", "this process, at its peak"
+            )
             look = {"color": COLOURS[i], "marker": "os"[i], "label": label}
             axes[0, column].plot(x, [row["peak_memory"] / 1e9 for row in line], **look)
             axes[1, column].plot(x, [row["seconds_per_round"] for row in line], **look)
@@ -206,12 +208,16 @@ def draw(rows: list[dict], path: Path) -> None:
             axis.grid(alpha=0.25)
             axis.spines[["top", "right"]].set_visible(False)
         axes[0, column].set_title(titles[kind], fontsize=11)
-        top = max(row["peak_memory"] for row in own) / 1e9
-        axes[0, column].set_ylim(0, 2.2 * top)
-        if kind != "cohort":
-            axes[1, column].set_ylim(0, 1.6 * max(row["seconds_per_round"] for row in own))
-        for axis in axes[:, column]:
-            axis.legend(frameon=False, loc="upper left", fontsize=9)
+        memory, time_ = axes[:, column]
+        if kind == "cohort":
+            memory.set_ylim(0, 2 * max(row["peak_memory"] for row in own) / 1e9)
+        else:  # what is kept spans decades; what it takes does not
+            memory.set_yscale("log")
+            memory.set_ylim(top=20 * memory.get_ylim()[1])
+            time_.set_ylim(0, 1.6 * max(row["seconds_per_round"] for row in own))
+        memory.legend(frameon=False, loc="upper left", fontsize=9)
+        if kind == "cohort":
+            time_.legend(frameon=False, loc="upper left", fontsize=9)
     figure.savefig(path, dpi=130)
 
 

@@ -10,7 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from fedbraid.experiment import load_config, run_config
+from fedbraid.cli.run import command
+from fedbraid.experiment import ConfigError, load_config, run_config
 from fedbraid.experiment.runfolder import CHECKPOINTS, read_metrics, read_summary
 from fedbraid.simulate import checkpoint, hosts
 
@@ -118,3 +119,12 @@ def test_a_killed_host_stops_the_others_and_the_run_goes_on_without_it(tmp_path,
 def test_bad_hosts_are_refused(options, word):
     with pytest.raises(ValueError, match=word):
         hosts.check(*options)
+
+
+def test_a_resumed_run_may_change_its_engine_alone(tmp_path):
+    config = load_config(settings=[*SETTINGS, "rounds=4"])
+    run_config(config, tmp_path / "run", on_progress=lambda progress: True)
+    with pytest.raises(ConfigError, match=r"except for keys of engine"):
+        command(resume=tmp_path / "run", settings=["cohort=4"])
+    command(resume=tmp_path / "run", settings=["engine.devices=1", "engine.plan=chunks", "engine.chunk=2"], quiet=True)
+    assert read_summary(tmp_path / "run")["engine"]["chunk"] == 2

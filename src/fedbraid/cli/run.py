@@ -66,9 +66,10 @@ def command(
         if not finished:
             sys.exit(130)
         return
-    hosts.watch_over(lambda sentence: console.print(f"[bold red]error:[/] {sentence}", soft_wrap=True))
+    joined = hosts.watch_over(lambda sentence: console.print(f"[bold red]error:[/] {sentence}", soft_wrap=True))
     with _together(console):
         hosts.join(at, host_count, host_id)
+        joined()
         use_cores(loaded.engine.devices)
         for line in hosts.placement(loaded.engine.devices):
             if hosts.is_first() and not (quiet or json):

@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -42,6 +42,10 @@ HEARTBEAT = 20  # seconds without a sign of life after which a host is given up
 LOST = (
     "a host of this run no longer answers: all hosts stop. The run goes on from its last checkpoint with "
     "fedbraid run --resume, on fewer hosts too"
+)
+APART = (
+    "the hosts did not come together in time: start all of them, with the same --hosts and --host-count and each with "
+    "a --host-id of its own, and see that the first one's port can be reached"
 )
 TEXT = 4096  # bytes of a message between hosts
 
@@ -198,26 +202,30 @@ def lost(error: BaseException) -> HostLost:
     return HostLost(f"{LOST} ({_first_line(error)[:200]})")
 
 
-def watch_over(say: Callable[[str], None]) -> None:
+def watch_over(say: Callable[[str], None]) -> Callable[[], Any]:
     """Fork, before jax starts: the child returns and works, this process waits for it and says how it ended.
 
-    When a host dies, jax aborts the processes of all others from a thread of its own: no handler of Python runs, and
-    what is left is a stack trace. The parent is there to say what it means, and to end with a plain status.
+    When a host dies or does not come, jax aborts the processes of all others from a thread of its own: no handler of
+    Python runs, and what is left is a stack trace. The parent is there to say what it means, and to end with a plain
+    status. The child calls what it gets when it has joined.
     """
+    reads, writes = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # jax warns of forks: its threads do not run yet
         child = os.fork()
     if child == 0:
         threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
-        return
+        os.close(reads)
+        return lambda: os.write(writes, b"joined")
+    os.close(writes)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the child gets it from the terminal, and ends the run in order
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if ended == -signal.SIGABRT:
-        say(LOST)
+        say(LOST if os.read(reads, 6) else APART)
     elif ended < 0:
         say(f"this host's process was ended by {signal.Signals(-ended).name}")
-    leave(ended if ended >= 0 else 1)
+    return leave(ended if ended >= 0 else 1)
 
 
 def _leave_with(parent: int) -> None:
@@ -226,7 +234,7 @@ def _leave_with(parent: int) -> None:
     os._exit(1)
 
 
-def leave(status: int) -> None:
+def leave(status: int) -> NoReturn:
     """End this process at once: the orderly end of jax would wait for hosts that are gone."""
     sys.stdout.flush()
     sys.stderr.flush()
