@@ -86,6 +86,6 @@ def draw(results: Mapping[str, Mapping[str, Any]], panels: Mapping[str, Sequence
         axis.set_xlabel("round")
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=8, loc="lower right")
+        axis.legend(frameon=False, fontsize=8, loc="best")
     axes[0].set_ylabel("test accuracy, %")
     return figure
