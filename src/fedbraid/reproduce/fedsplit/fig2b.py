@@ -103,24 +103,26 @@ def run(job: Job) -> Evidence:
             np.concatenate([[0], found["round"]]), np.concatenate([[first], found["test_cost"]]), found["test_accuracy"]
         )
 
-    rounds = 30 if job.full else 10
+    rounds = 20 if job.full else 10
     step = 100 / smoothness
     known: dict[str, Any] = {"strong_convexity": LAMBDA, "smoothness": smoothness}
     plain = fedgd(loss, step=1 / smoothness, local_steps=1, objective="sum")
     exact = fedsplit(
         loss, step=step, prox="accelerated", tolerance=1e-3, max_steps=60 if job.full else 30, **known, objective="sum"
     )
+    longer = 10 if job.full else 3  # how many times as many rounds FedGD is followed
     curves = {
-        "FedGD, e = 1": follow("FedGD", plain, rounds * (10 if job.full else 3), 10 if job.full else 2),
+        "FedGD, e = 1": follow("FedGD", plain, rounds, 1),
         "FedSplit, accelerated": follow("FedSplit", exact, rounds, 1),
     }
+    late = follow("FedGD, longer", plain, rounds * longer, rounds)
     if job.full:
         inexact = fedsplit(loss, step=step, prox="backtracking", local_steps=10, objective="sum")
         curves["FedSplit, e = 10"] = follow("FedSplit, e = 10", inexact, rounds, 1)
     job.tell("L-BFGS")
     lowest = _lowest(cost, np.asarray(start["w"], np.float64), steps=300 if job.full else 60)
     gd, split = curves["FedGD, e = 1"], curves["FedSplit, accelerated"]
-    same = float(np.interp(rounds, gd.rounds, gd.cost))
+    same = float(gd.cost[-1])
     findings = [
         Finding(
             f"FedSplit's cost at round {rounds} over FedGD's",
@@ -130,19 +132,23 @@ def run(job: Job) -> Evidence:
             0.9,
         ),
         Finding(
-            f"FedGD's cost after {int(gd.rounds[-1])} rounds over FedSplit's after {rounds}",
+            f"FedGD's cost after {int(late.rounds[-1])} rounds over FedSplit's after {rounds}",
             "outperforms FedGD",
-            float(gd.cost[-1] / split.cost[-1]),
+            float(late.cost[-1] / split.cost[-1]),
             1.0,
         ),
         Finding(
             "share of rounds in which FedSplit's cost is below FedGD's",
             "outperforms FedGD",
-            float(np.mean(split.cost[1:] < np.interp(split.rounds[1:], gd.rounds, gd.cost))),
+            float(np.mean(split.cost[1:] < gd.cost[1:])),
             0.9,
             1.0,
         ),
-        Finding("no method's cost lies below that of L-BFGS on the pooled data", "yes", _above(curves, lowest)),
+        Finding(
+            "no method's cost lies below that of L-BFGS on the pooled data",
+            "yes",
+            _above([*curves.values(), late], lowest),
+        ),
     ]
     notes = [
         f"{m} clients, {data.train.num_examples} training examples, d = {x.shape[1]}, largest curvature of a client "
@@ -165,18 +171,17 @@ def run(job: Job) -> Evidence:
     return Evidence(tuple(findings), figure, tuple(notes))
 
 
-def _above(curves: dict[str, Curve], lowest: float) -> bool:
-    return all(bool(np.all(c.cost >= lowest * (1 - 1e-3))) for c in curves.values())  # float32 sums
+def _above(curves: list[Curve], lowest: float) -> bool:
+    return all(bool(np.all(c.cost >= lowest * (1 - 1e-3))) for c in curves)  # float32 sums
 
 
 def _draw(axis: Any, curves: dict[str, Curve], lowest: float) -> None:
     from fedbraid.experiment.figures import COLOURS
 
-    last = float(curves["FedSplit, accelerated"].rounds[-1])
     for i, (name, curve) in enumerate(curves.items()):
         axis.plot(curve.rounds, curve.cost, DASHES[i], color=COLOURS[i], lw=1.8, label=name)
     axis.axhline(lowest, color="0.5", lw=1, ls=":", label="L-BFGS on the pooled data")
-    axis.set(xlabel="round", ylabel="cost $F(x_t)$", yscale="log", xlim=(0, 2 * last))
+    axis.set(xlabel="round", ylabel="cost $F(x_t)$", yscale="log")
     axis.grid(alpha=0.25, which="both")
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=8)
@@ -187,8 +192,8 @@ ENTRY = Entry(
     paper=f"{PAPER}, Figure 2(b) and Appendix B.2.2",
     setting="FEMNIST by writer, 62 one-versus-all logistic regressions, lambda = 0.01; features (1, u, (Ru)+, (Gu)+) "
     "with 200 random signs and 200 random normals, d = 1,185. All clients every round, from 0, float32. FedGD with e "
-    "= 1 and s = 1/L*, 300 rounds; FedSplit with s = 100/L*, 30 rounds, the prox by Nesterov's method, at most 60 "
-    "steps from x, or by ten gradient steps with line search.",
+    "= 1 and s = 1/L*, 20 and 200 rounds; FedSplit with s = 100/L*, 20 rounds, the prox by Nesterov's method, at most "
+    "60 steps from x, or by ten gradient steps with line search.",
     quick="the embedded digits over 10 clients, 20 + 20 random features, 10 rounds: FedSplit below FedGD, both above "
     "L-BFGS",
     run=run,
@@ -200,5 +205,10 @@ ENTRY = Entry(
         "The prox is stopped after 60 steps or at a gradient of 1e-3, where the paper went to 1e-8; s is not stated "
         "there.",
     ),
-    duration="about 15 minutes on 2 cores",
+    remarks=(
+        "The accuracy lies outside: the paper trained on some 640,000 images with 6,000 random features until near the "
+        "optimum; here there are 14,697 images and 400 random features, and after 20 rounds the cost is still several "
+        "times that of L-BFGS.",
+    ),
+    duration="about 10 minutes on 2 cores",
 )
