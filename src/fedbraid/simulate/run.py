@@ -444,7 +444,7 @@ class _Run:
         what = "lanes" if plan.kind == "lanes" else "clients at a time"
         warnings.warn(
             f"out of device memory with {plan.chunk} {what}: round {self.done + 1} is run again with {smaller.chunk}",
-            stacklevel=2,
+            stacklevel=5,
         )
         self.feed = self.feed.with_plan(smaller)
         self.engine = self.program(smaller)
