@@ -30,6 +30,7 @@ from fedbraid.algorithms.scaffold import share_heard
 from fedbraid.algorithms.server_only import Loss
 from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_number
 from fedbraid.local import LocalOptions, batches_of, local_work, weight_of
+from fedbraid.models.rewrite import fast_convolutions
 
 __all__ = ["FedDynState", "feddyn"]
 
@@ -59,6 +60,7 @@ def feddyn(loss: Loss, *, alpha: Any = 0.1, client_lr: Any = 0.1, **local: Unpac
     """
     check_number("alpha", alpha, low=0, open_low=True)
     check_number("client_lr", client_lr, low=0, open_low=True)
+    loss = fast_convolutions(loss)
 
     def start(down: Down, g_i: PyTree, key: Any) -> Walk:
         return Walk(down.params, g_i, jnp.int32(0), jnp.zeros((), jnp.result_type(float)))

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from fedbraid.algorithms.server_only import Loss
 from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number, is_zero
 from fedbraid.local import WEIGHTINGS, LocalOptions, Weighting, batches_of, local_work, weight_of
+from fedbraid.models.rewrite import fast_convolutions
 
 __all__ = ["fednova"]
 
@@ -71,6 +72,7 @@ def fednova(
     check_number("rho", rho, low=0, high=1, open_high=True)
     check_number("alpha", alpha, low=0)
     check_choice("weighting", weighting, WEIGHTINGS)
+    loss = fast_convolutions(loss)
 
     def start(down: Down, state: Any, key: Any) -> Walk:
         zero = jnp.zeros((), jnp.result_type(float))

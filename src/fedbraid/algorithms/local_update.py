@@ -38,6 +38,7 @@ from fedbraid.algorithms import server_optimizers
 from fedbraid.algorithms.server_optimizers import ServerState, server_step
 from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number, is_zero
 from fedbraid.local import WEIGHTINGS, LocalOptions, Weighting, batches_of, local_work, weight_of
+from fedbraid.models.rewrite import fast_convolutions
 
 __all__ = [
     "fedadagrad",
@@ -116,6 +117,7 @@ def local_update(
         raise ValueError(
             f"message='delta' is gamma times the sum of all local gradients: it needs theta='1:K', got {theta}"
         )
+    loss = fast_convolutions(loss)
     batches = batches_of(**local)
     opt = server_optimizers.sgd(server_lr) if server_opt is None else server_opt
 

@@ -43,6 +43,7 @@ from fedbraid.core import (
     is_zero,
 )
 from fedbraid.local import WEIGHTINGS, ClientData, Weighting, shuffled, weight_of
+from fedbraid.models.rewrite import fast_convolutions
 
 __all__ = ["maml"]
 
@@ -81,6 +82,7 @@ def maml(
     check_choice("weighting", weighting, WEIGHTINGS)
     if batch_size is not None:
         check_count("batch_size", batch_size)
+    loss = fast_convolutions(loss)
     opt = server_optimizers.sgd(server_lr) if server_opt is None else server_opt
 
     def episode(data: ClientData, key: Any) -> tuple[tuple[Any, Any], dict]:

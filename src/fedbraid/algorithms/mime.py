@@ -43,6 +43,7 @@ from fedbraid.algorithms.base_optimizers import BaseOptimizer, base_optimizer, w
 from fedbraid.algorithms.server_only import Gradients, Loss, full_gradients, gradient_exchange
 from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number
 from fedbraid.local import WEIGHTINGS, Fold, LocalOptions, LocalWork, Weighting, batches_of, weight_of
+from fedbraid.models.rewrite import fast_convolutions
 
 __all__ = ["PROTOCOLS", "Protocol", "locmime", "mime", "mimelite"]
 
@@ -94,6 +95,7 @@ def _mime(
     check_number("server_lr", server_lr, low=0)
     check_choice("protocol", protocol, PROTOCOLS)
     check_choice("weighting", weighting, WEIGHTINGS)
+    loss = fast_convolutions(loss)
     batches = batches_of(**local)
     needs_gradients = correction or base.tracks
     two_exchanges = needs_gradients and protocol != "lagged"

@@ -40,6 +40,7 @@ from fedbraid.algorithms.mime import PROTOCOLS, Protocol
 from fedbraid.algorithms.server_only import Gradients, Loss, full_gradients
 from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number
 from fedbraid.local import WEIGHTINGS, Fold, LocalOptions, LocalWork, Weighting, batches_of, weight_of
+from fedbraid.models.rewrite import fast_convolutions
 
 __all__ = ["mime_mvr", "mimelite_mvr", "server_only_mvr"]
 
@@ -101,6 +102,7 @@ def _mvr(
     lagged = protocol == "lagged"
     if anchor == "previous" and not lagged:
         raise ValueError(f"anchor='previous' is the point of the lagged pair; protocol={protocol!r} needs 'current'")
+    loss = fast_convolutions(loss)
     batches = batches_of(**local)
     share = 1.0 if correction else 1 - a  # of the gradient at the anchor
 

@@ -34,6 +34,7 @@ from jax.flatten_util import ravel_pytree
 from fedbraid.core import check_choice, check_count, check_number, is_traced
 from fedbraid.data.federated import Split
 from fedbraid.local import MASK, ClientData
+from fedbraid.models.rewrite import fast_convolutions
 
 __all__ = [
     "OBJECTIVES",
@@ -78,6 +79,7 @@ def client_objective(loss: Loss, objective: Objective, batch: dict, key: Any) ->
     With "mean" the problem is the mean over clients, each counting alike; with "sum" it is the loss pooled over all
     examples, and l, L and 1/s are as many times larger as a client has examples.
     """
+    loss = fast_convolutions(loss)
     count = jnp.sum(batch[MASK]) if objective == "sum" else 1.0
     return lambda params: count * loss(params, batch, key)
 

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from fedbraid.algorithms.server_only import Gradients, Loss, full_gradients
 from fedbraid.core import UNIFORM_AUX, Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number
 from fedbraid.local import WEIGHTINGS, Fold, LocalOptions, LocalWork, Weighting, batches_of, weight_of
+from fedbraid.models.rewrite import fast_convolutions
 
 __all__ = ["ScaffoldState", "scaffold", "share_heard"]
 
@@ -77,6 +78,7 @@ def scaffold(
     check_number("server_lr", server_lr, low=0)
     check_choice("option", option, ("I", "II"))
     check_choice("weighting", weighting, WEIGHTINGS)
+    loss = fast_convolutions(loss)
     batches = batches_of(**local)
 
     def start(down: Down, c_i: PyTree, key: Any) -> Walk:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from fedbraid.algorithms.base_optimizers import BaseOptimizer, base_optimizer
 from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number
 from fedbraid.local import WEIGHTINGS, Batches, Fold, LocalWork, Weighting, weight_of
+from fedbraid.models.rewrite import fast_convolutions
 
 __all__ = ["Gradients", "full_gradients", "gradient_exchange", "server_only"]
 
@@ -42,6 +43,7 @@ def full_gradients(loss: Loss, points: Callable[[Down], tuple[PyTree, ...]], bat
     Batches only bound the memory: their gradients are weighted by their examples, so that the result is the gradient
     of the mean over all examples whatever the batch size.
     """
+    loss = fast_convolutions(loss)
 
     def start(down: Down, state: Any, key: Any) -> Gradients:
         zeros = tuple(jax.tree.map(jnp.zeros_like, point) for point in points(down))

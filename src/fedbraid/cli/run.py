@@ -35,6 +35,7 @@ def command(
     ] = None,
     host_count: Annotated[int | None, typer.Option(help="how many hosts there are")] = None,
     host_id: Annotated[int | None, typer.Option(help="which of them this is, from 0; the first one writes")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="only say how it would be computed")] = False,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress, no table")] = False,
 ) -> None:
@@ -56,6 +57,9 @@ def command(
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         folder = out if out is not None else Path("runs") / f"{loaded.algorithm.name}-{loaded.data.name}-{stamp}"
     hosts.check(at, host_count, host_id)
+    if explain:
+        use_cores(loaded.engine.devices)
+        return _explain(loaded, json)
     console = Console(stderr=True, highlight=False)
     if at is None:
         use_cores(loaded.engine.devices)
@@ -77,6 +81,23 @@ def command(
         finished = _train(console, loaded, folder, resume is not None, json, quiet)
     if not finished:
         sys.exit(130)
+
+
+def _explain(loaded: Any, json: bool) -> None:
+    from fedbraid.experiment.explain import explain_config
+
+    found = explain_config(loaded)
+    if json:
+        return print(json_.dumps(found))
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"[bold]{found['plan']}[/]: {found['how']}")
+    console.print(f"devices: {', '.join(found['devices'])}; data {found['data']}")
+    for exchange in found["exchanges"]:
+        console.print(
+            f"exchange {exchange['name']}: a client gets {size(exchange['down'])}, sends {size(exchange['up'])}"
+        )
+        for line in found["convolutions"][exchange["name"]] or ["no convolution of XLA's"]:
+            console.print(f"  {escape(line)}")
 
 
 def _train(console: Console, loaded: Any, folder: Path, resume: bool, json: bool, quiet: bool) -> bool:

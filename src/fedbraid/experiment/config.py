@@ -73,6 +73,7 @@ class Engine(_Section):
     devices: Annotated[int, Field(ge=1)] | None = None
     data_in: Literal["auto", "device", "host"] = "auto"
     states_in: str = "auto"
+    convolutions: Literal["fast", "native"] = "fast"
 
 
 class Checkpoint(_Section):

@@ -266,6 +266,7 @@ class Together:
                 population=split.num_clients,
                 arrival=experiment.arrival,
                 local=stream,
+                convolutions=self.config.engine.convolutions,
             )
             server, states, log = engine.rounds(*carry, arrays, slots, first, number, key)
             return (server, states), log

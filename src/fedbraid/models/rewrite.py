@@ -8,15 +8,20 @@ differentiates, loops over and batches over clients contains no convolution any 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from fedbraid.models.convolution import MOST_SLICES, convolve, outputs
 from fedbraid.models.layers import conv2d, window_max
+
+_native: ContextVar[bool] = ContextVar("native", default=False)
+_MARK = "_convolutions_are_fast"
 
 
 def fast_convolutions(function: Callable) -> Callable:
@@ -39,14 +44,39 @@ def fast_convolutions(function: Callable) -> Callable:
     False
     """
 
+    if getattr(function, _MARK, False):
+        return function
+
     def rewritten(*args):
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        if not _has_targets(closed.jaxpr):
+        if _native.get():
             return function(*args)
-        outputs = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        leaves = jax.tree.leaves(args)
+        if _has_targets(closed.jaxpr):
+            outputs = _evaluate(closed.jaxpr, closed.consts, *leaves)
+        else:
+            outputs = jaxpr_as_fun(closed)(*leaves)  # it is traced already: cheaper than to call it again
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
+    setattr(rewritten, _MARK, True)
     return rewritten
+
+
+@contextmanager
+def native_convolutions() -> Iterator[None]:
+    """What is traced within leaves convolutions to XLA.
+
+    >>> convolve = fast_convolutions(lambda x, w: jax.lax.conv(x, w, (1, 1), "SAME"))
+    >>> with native_convolutions():
+    ...     program = str(jax.make_jaxpr(convolve)(jnp.ones((1, 1, 4, 4)), jnp.ones((1, 1, 3, 3))))
+    >>> "conv_general" in program
+    True
+    """
+    before = _native.set(True)
+    try:
+        yield
+    finally:
+        _native.reset(before)
 
 
 def explain(function: Callable, *args: Any) -> list[str]:
@@ -93,7 +123,7 @@ def _jaxprs(value: Any) -> list[Jaxpr]:
     return [v.jaxpr if isinstance(v, ClosedJaxpr) else v for v in values if isinstance(v, ClosedJaxpr | Jaxpr)]
 
 
-def _evaluate(jaxpr: Jaxpr, consts, args) -> list[Any]:
+def _evaluate(jaxpr: Jaxpr, consts, *args) -> list[Any]:
     """Run a jaxpr equation by equation, with replacements."""
     environment = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
 
@@ -117,11 +147,11 @@ def _apply(equation, inputs) -> list[Any]:
         pass  # its derivative rule belongs to the whole: do not look inside
     elif any(_has_targets(inner) for value in params.values() for inner in _jaxprs(value)):
         if name in ("jit", "pjit"):
-            return _evaluate(params["jaxpr"].jaxpr, params["jaxpr"].consts, inputs)
+            return _evaluate(params["jaxpr"].jaxpr, params["jaxpr"].consts, *inputs)
         if name in ("checkpoint", "remat", "remat2"):
             body, policy = params["jaxpr"], params["policy"]
             run = jax.checkpoint(
-                lambda *args: _evaluate(body, (), args), prevent_cse=params["prevent_cse"], policy=policy
+                lambda *args: _evaluate(body, (), *args), prevent_cse=params["prevent_cse"], policy=policy
             )
             return run(*inputs)
         params = {key: _rewritten_parameter(value) for key, value in params.items()}
@@ -134,7 +164,7 @@ def _rewritten_parameter(value: Any) -> Any:
         return tuple(map(_rewritten_parameter, value))
     if not isinstance(value, ClosedJaxpr):
         return value
-    return jax.make_jaxpr(lambda *args: _evaluate(value.jaxpr, value.consts, args))(*value.in_avals)
+    return jax.make_jaxpr(lambda *args: _evaluate(value.jaxpr, value.consts, *args))(*value.in_avals)
 
 
 def _why_not(params: dict[str, Any], x, kernel) -> str | None:
@@ -209,6 +239,16 @@ def _max_pool(params: dict[str, Any], x):
     return window_max(x.reshape(shape), tuple(axes))
 
 
+def _max_pool_gradient(params: dict[str, Any], gradient, x):
+    """``select_and_scatter_add``, the gradient of such a max pool."""
+    window = {"window_dimensions": params["window_dimensions"], "window_strides": params["window_strides"]}
+    ones = (1,) * x.ndim
+    pool = {**window, "padding": params["padding"], "base_dilation": ones, "window_dilation": ones}
+    if params["select_prim"].name != "ge" or not _side_by_side(pool, x):
+        return None
+    return jax.vjp(lambda x: _max_pool(pool, x), x)[1](gradient)[0]
+
+
 def _side_by_side(params: dict[str, Any], x) -> bool:
     window = params["window_dimensions"]
     return bool(
@@ -219,4 +259,8 @@ def _side_by_side(params: dict[str, Any], x) -> bool:
     )
 
 
-_REPLACEMENTS: dict[str, Callable] = {"conv_general_dilated": _convolution, "reduce_window_max": _max_pool}
+_REPLACEMENTS: dict[str, Callable] = {
+    "conv_general_dilated": _convolution,
+    "reduce_window_max": _max_pool,
+    "select_and_scatter_add": _max_pool_gradient,
+}

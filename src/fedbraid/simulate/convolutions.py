@@ -1,12 +1,13 @@
 """Clients whose convolutions are matrix products: what the engine runs, unless it is told to leave them alone.
 
 XLA's own convolution is many times slower inside a loop on a CPU, and with per-client kernels under ``vmap`` it is a
-grouped one, slow everywhere. The rewrite works on the traced local step, after differentiation, so it needs nothing
-from whoever wrote the model or the algorithm.
+grouped one, slow everywhere. The algorithms of this library rewrite the loss that they are given, before they
+differentiate it. The engine does the rest: convolutions in clients that somebody else wrote, after differentiation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,24 +17,32 @@ from fedbraid.core import Algorithm
 from fedbraid.cost import data_shapes
 from fedbraid.data.federated import Split
 from fedbraid.local import LocalWork
-from fedbraid.models.rewrite import explain, fast_convolutions
+from fedbraid.models.rewrite import explain, fast_convolutions, native_convolutions
 
-__all__ = ["CONVOLUTIONS", "Convolutions", "explain_clients", "fast_clients"]
+__all__ = ["CONVOLUTIONS", "Convolutions", "explain_clients", "with_convolutions"]
 
 Convolutions = Literal["fast", "native"]
 CONVOLUTIONS = ("fast", "native")
 
 
-def fast_clients(alg: Algorithm) -> Algorithm:
-    """``alg`` with the convolutions of its clients' work rewritten."""
+def with_convolutions(alg: Algorithm, how: Convolutions) -> Algorithm:
+    """``alg`` with the convolutions of its clients' work rewritten, or left as their authors wrote them."""
+    change = fast_convolutions if how == "fast" else _natively
 
-    def fast(client: Any) -> Any:
+    def changed(client: Any) -> Any:
         if not isinstance(client, LocalWork):
-            return fast_convolutions(client)
-        folds = tuple(fold._replace(step=fast_convolutions(fold.step)) for fold in client.folds)
-        return replace(client, folds=folds)
+            return change(client)
+        return replace(client, folds=tuple(fold._replace(step=change(fold.step)) for fold in client.folds))
 
-    return replace(alg, exchanges=tuple(replace(e, client=fast(e.client)) for e in alg.exchanges))
+    return alg._replace(exchanges=tuple(e._replace(client=changed(e.client)) for e in alg.exchanges))
+
+
+def _natively(function: Callable) -> Callable:
+    def run(*args: Any) -> Any:
+        with native_convolutions():
+            return function(*args)
+
+    return run
 
 
 def explain_clients(alg: Algorithm, params: Any, split: Split) -> dict[str, list[str]]:
@@ -43,5 +52,6 @@ def explain_clients(alg: Algorithm, params: Any, split: Split) -> dict[str, list
     found = {}
     for exchange in alg.exchanges:
         down = jax.eval_shape(exchange.send, server)
-        found[exchange.name] = explain(exchange.client, down, state, data, key)
+        with native_convolutions():  # as they were written
+            found[exchange.name] = explain(exchange.client, down, state, data, key)
     return found

@@ -21,7 +21,7 @@ from fedbraid import address
 from fedbraid.core import Aggregate, Algorithm, Exchange, Report
 from fedbraid.local import ClientData, LocalWork
 from fedbraid.simulate.arrival import Arrival, everyone
-from fedbraid.simulate.convolutions import Convolutions, fast_clients
+from fedbraid.simulate.convolutions import Convolutions, with_convolutions
 from fedbraid.simulate.devices import AXIS, replicated
 from fedbraid.simulate.plan import Plan, Slots
 
@@ -247,8 +247,7 @@ def make_engine(
 
     ``local`` says that each device holds its own cohort's arrays (streamed data); else all hold all examples.
     """
-    if convolutions == "fast":
-        alg = fast_clients(alg)
+    alg = with_convolutions(alg, convolutions)
 
     def run_exchange(
         index: int, server: PyTree, states: PyTree, arrays: PyTree, slots: Slots, round_: Any, seed_key: Any

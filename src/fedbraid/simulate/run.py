@@ -22,8 +22,8 @@ from fedbraid.local import ClientData
 from fedbraid.models.rewrite import fast_convolutions
 from fedbraid.simulate import checkpoint, hosts
 from fedbraid.simulate.arrival import Arrival, everyone
+from fedbraid.simulate.convolutions import CONVOLUTIONS, Convolutions, with_convolutions
 from fedbraid.simulate.devices import client_mesh, free_memory, host_memory, place, replicated
-from fedbraid.simulate.convolutions import CONVOLUTIONS, Convolutions, fast_clients
 from fedbraid.simulate.engine import Engine, make_engine
 from fedbraid.simulate.evaluate import evaluator, summarize
 from fedbraid.simulate.feed import Feed, Portion
@@ -217,7 +217,7 @@ def _client_bytes(alg: Algorithm, params: PyTree, split: Split) -> int | None:
     few = {n: jax.ShapeDtypeStruct((whole.cap, *s.shape[1:]), s.dtype) for n, s in whole.arrays.items()}
     data = ClientData(few, whole.offset, whole.size, whole.cap)
     largest = 0
-    for exchange in fast_clients(alg).exchanges:
+    for exchange in with_convolutions(alg, "fast").exchanges:
         down = jax.eval_shape(exchange.send, server)
         try:
             compiled = jax.jit(exchange.client).lower(down, state, data, key).compile()

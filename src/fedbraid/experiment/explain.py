@@ -1,0 +1,43 @@
+"""How a run would be computed, before it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedbraid.cost import cost
+from fedbraid.experiment.build import build
+from fedbraid.experiment.config import Config
+from fedbraid.simulate.convolutions import explain_clients
+from fedbraid.simulate.devices import client_mesh
+from fedbraid.simulate.run import choose_plan, fits
+
+__all__ = ["explain_config"]
+
+PLANS = {
+    "sequential": "every device takes one client after the other",
+    "chunks": "every device takes {chunk} clients at a time, all as long as the longest of them",
+    "lanes": "every device has {chunk} lanes, and a lane takes the next client when it is done with one",
+}
+
+
+def explain_config(config: Config) -> dict[str, Any]:
+    """The plan, where the data lie, what a client sends, and how every convolution runs; nothing is trained."""
+    experiment = build(config)
+    alg, params, split, engine = experiment.algorithm, experiment.params, experiment.data.train, config.engine
+    mesh = client_mesh(engine.devices)
+    cohort = split.num_clients if config.cohort == "all" else config.cohort
+    plan = choose_plan(alg, params, split, mesh, engine.plan, engine.chunk, cohort)
+    streamed = engine.data_in == "host" or (engine.data_in == "auto" and not fits(split.nbytes, mesh))
+    found = explain_clients(alg, params, split)
+    if engine.convolutions == "native":
+        written = {name: [line.split(": ")[0] + ": left to XLA, as asked" for line in found[name]] for name in found}
+    else:
+        written = found
+    return {
+        "plan": plan.kind,
+        "how": PLANS[plan.kind].format(chunk=plan.chunk),
+        "devices": [str(device) for device in mesh.devices.flat],
+        "data": "streamed from the host" if streamed else "on the devices",
+        "exchanges": [{"name": e.name, "down": e.down, "up": e.up} for e in cost(alg, params, split).exchanges],
+        "convolutions": written,
+    }

@@ -1,0 +1,100 @@
+"""Anyone's convolutions inside a run: rewritten by default, left alone when asked, with the same results."""
+
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import fedbraid as fb
+from fedbraid.cli.main import make_app
+from fedbraid.local import masked_mean
+from fedbraid.simulate.convolutions import explain_clients, with_convolutions
+
+
+class Net(eqx.Module):
+    conv: eqx.nn.Conv2d
+    pool: eqx.nn.MaxPool2d
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        first, second = jax.random.split(key)
+        self.conv = eqx.nn.Conv2d(1, 4, 3, stride=1, key=first)
+        self.pool = eqx.nn.MaxPool2d(2, 2)
+        self.last = eqx.nn.Linear(4 * 3 * 3, 3, key=second)
+
+    def __call__(self, x):
+        return self.last(self.pool(jnp.tanh(self.conv(x))).ravel())
+
+
+PARAMS, STATIC = eqx.partition(Net(jax.random.key(0)), eqx.is_array)
+
+
+def loss(params, batch, key):
+    logits = jax.vmap(eqx.combine(params, STATIC))(batch["x"])
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["y"][:, None], 1)[:, 0]
+    return masked_mean(-chosen, batch["mask"])
+
+
+def by_hand(loss):
+    """A client of somebody's own, which differentiates by itself."""
+
+    def client(down, state, data, key):
+        g = jax.grad(loss)(down.params, data.everything(), key)
+        return fb.Report(fb.Up(g), 1.0)
+
+    alg = fb.fedavg(loss)
+    return alg._replace(exchanges=(alg.exchanges[0]._replace(client=client),))
+
+
+def split():
+    rng = np.random.default_rng(0)
+    arrays = {"x": rng.standard_normal((24, 1, 8, 8)).astype(np.float32), "y": rng.integers(0, 3, 24).astype(np.int32)}
+    return fb.Split(arrays, np.array([0, 4, 11, 24]))
+
+
+MADE = {"fedavg": lambda: fb.fedavg(loss, batch_size=4), "by hand": lambda: by_hand(loss)}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_the_same_run_with_and_without_xlas_convolution(name):
+    runs = [
+        fb.simulate(MADE[name](), PARAMS, split(), rounds=2, cohort=2, convolutions=how).params
+        for how in ("fast", "native")
+    ]
+    for ours, theirs in zip(*map(jax.tree.leaves, runs), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert float(jnp.abs(jax.tree.leaves(runs[0])[0] - jax.tree.leaves(PARAMS)[0]).max()) > 1e-4
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_a_client_runs(name):
+    data, key = fb.ClientData.of(split().client(0)), jax.random.key(0)
+
+    def program(how):
+        alg = with_convolutions(MADE[name](), how)
+        exchange = alg.exchanges[0]
+        return str(jax.make_jaxpr(exchange.client)(exchange.send(alg.init(PARAMS)), (), data, key))
+
+    for primitive in ("conv_general_dilated", "reduce_window_max", "select_and_scatter"):
+        assert primitive not in program("fast")
+        assert primitive in program("native")
+
+
+def test_it_is_explained():
+    lines = explain_clients(fb.fedavg(loss, batch_size=4), PARAMS, split())["train"]
+    assert "convolution of (4, 1, 8, 8) with (4, 1, 3, 3): matrix products" in lines
+    assert any(line.startswith("max pool") for line in lines)
+    settings = ["--set", "model.name=emnist_cnn", "--set", "model.image=[8, 8]"]
+    for more, expected in (((), "on"), (("--set", "engine.convolutions=native"), "on")):
+        result = CliRunner().invoke(make_app(), ["run", *settings, *more, "--explain", "--json"])
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.stdout)
+        assert found["plan"] in ("sequential", "lanes")
+        assert set(found["convolutions"]) == {"train"}
+        assert expected in found["data"]
+    with pytest.raises(ValueError, match="convolutions must be one of 'fast', 'native', got 'slow'"):
+        fb.simulate(fb.fedavg(loss), PARAMS, split(), rounds=1, convolutions="slow")
