@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 import fedbraid as fb
 from fedbraid import address
+from fedbraid.data.store import StoreWriter
+from fedbraid.experiment import ConfigError, build, load_config
 from fedbraid.simulate import Checkpoints, HostStates, checkpoint, simulate
 from zoo import clients, counting
 
@@ -166,3 +168,13 @@ def test_states_of_forty_gigabytes_take_the_room_of_those_who_were_asked(tmp_pat
     assert np.asarray(resumed.params).tobytes() == np.asarray(whole.params).tobytes()
     everyone = [jax.tree.leaves(run.states.read(np.array(asked))) for run in (whole, resumed)]
     assert all(np.array_equal(a, b) for a, b in zip(*everyone, strict=True))
+
+
+def test_a_store_is_named_by_its_folder(tmp_path):
+    with StoreWriter(tmp_path / "mine", info={"classes": 2}) as writer:
+        for i in range(6):
+            writer.add("train", f"c{i}", {"x": np.full((2, 3), i, np.uint8), "y": np.array([0, 1], np.uint8)})
+    settings = [f"data.name={tmp_path / 'mine'}", "model.name=softmax_regression", "cohort=2"]
+    assert build(load_config(settings=settings)).data.train.num_clients == 6
+    with pytest.raises(ConfigError, match=r"data.name .*yours' does not exist"):
+        build(load_config(settings=[f"data.name={tmp_path / 'yours'}"]))

@@ -55,7 +55,8 @@ def command(
     else:
         loaded = load_config(config, settings or [])
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        folder = out if out is not None else Path("runs") / f"{loaded.algorithm.name}-{loaded.data.name}-{stamp}"
+        what = f"{loaded.algorithm.name}-{Path(loaded.data.name).name}"  # data may be the path of a store
+        folder = out if out is not None else Path("runs") / f"{what}-{stamp}"
     hosts.check(at, host_count, host_id)
     if explain:
         use_cores(loaded.engine.devices)

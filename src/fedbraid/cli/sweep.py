@@ -82,7 +82,8 @@ def command(
     else:
         loaded, tuning = load_sweep(config, settings or [], changes)
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        folder = out if out is not None else Path("runs") / f"sweep-{loaded.algorithm.name}-{loaded.data.name}-{stamp}"
+        what = f"sweep-{loaded.algorithm.name}-{Path(loaded.data.name).name}"  # data may be the path of a store
+        folder = out if out is not None else Path("runs") / f"{what}-{stamp}"
     console = Console(stderr=True, highlight=False)
     try:
         with Bar(console, show=not (quiet or json)) as bar:

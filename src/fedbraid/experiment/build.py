@@ -12,6 +12,7 @@ from fedbraid.core import Algorithm
 from fedbraid.data.catalog import CATALOG
 from fedbraid.data.catalog import load as load_data
 from fedbraid.data.federated import FederatedData
+from fedbraid.data.store import is_store
 from fedbraid.experiment.config import Config, ConfigError, Named, options_of, unknown
 from fedbraid.models import MODELS, Model
 from fedbraid.models import build as build_model
@@ -106,7 +107,8 @@ def _check_names(config: Config) -> None:
     known = {"data": CATALOG, "model": MODELS, "algorithm": algorithms.ALGORITHMS}
     for section, names in known.items():
         name = getattr(config, section).name
-        if name not in names and not (section == "model" and ":" in name):
+        elsewhere = (section == "model" and ":" in name) or (section == "data" and is_store(name))
+        if name not in names and not elsewhere:
             raise ConfigError(unknown(f"{section}.name", name, names))
     for i, named in enumerate(config.transforms):
         if named.name not in transforms.TRANSFORMS:
