@@ -190,7 +190,7 @@ def draw(
     handles = [Line2D([], [], ls="", marker="o", color=COLOURS[0], label="ours")]
     if paper:
         handles.append(Line2D([], [], ls="", marker="|", color="0.35", ms=11, mew=2, label="paper, and our band"))
-    left.legend(handles=handles, frameon=False, fontsize=8, loc="best")
+    left.legend(handles=handles, frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     bases = {"SGD": COLOURS[6], "Mom": COLOURS[0], "Adam": COLOURS[1], "Adagrad": COLOURS[2]}
     dashes = {"FedAvg": ":", "MimeLite": "--", "Mime": "-"}
     for name, result in results.items():
