@@ -1,16 +1,24 @@
 """Seconds per round beside the peers, in one run on one machine.
 
-    python benchmarks/speed.py [--workloads emnist-logistic emnist-cnn] [--peers DIR] [--scripts DIR] [--json]
+    python benchmarks/speed.py [--workloads emnist-logistic emnist-cnn ...] [--peers DIR] [--scripts DIR] [--json]
 
-Workloads (synthetic EMNIST-62 shapes: 200 clients, log-normal sizes of mean 200 and sigma 0.3, one fixed schedule):
+Workloads (`workloads.py`: synthetic data in the shapes of the papers' sets, one fixed schedule, FedAvg, one epoch):
 
-- emnist-cnn (W1): two 3x3 convolutions, 1,206,590 parameters; FedAvg, 10 clients a round, one epoch, batch 20
-- emnist-logistic (W2): softmax regression 784 -> 62; 20 clients a round, one epoch, batch 10
+- emnist-logistic (W2): softmax regression 784 -> 62; 20 clients a round, batch 10
+- emnist-cnn (W1): two 3x3 convolutions, 1,206,590 parameters; 10 clients a round, batch 20
+- emnist-mlp: 784 -> 300 -> 100 -> 62; 20 clients a round, batch 10
+- shakespeare-lstm: embedding 8, LSTM 256, 80 characters; 10 clients a round, batch 10
+- cifar-resnet: ResNet-18 with group norm, 24 x 24 colour images; 2 clients a round, batch 20
 
-``--peers`` names a folder with one environment per peer (torch, pfl, fedjax, flwr) and ``--scripts`` the folder of
-their scripts (bench_torch.py ...); those that exist are run in turn with ours, each in its own process, ``--repeats``
-times over, so that a slow minute of a shared machine falls on all alike. What counts is the ratio within one run.
-Cohorts are drawn alike but not the same, so times are scaled to the same number of local steps a round.
+``--peers`` names a folder with one environment per peer (torch, pfl, fedjax, flwr). Scripts for the MLP and the LSTM
+are in ``peers/``; for W1 and W2 ``--scripts`` names the folder of the peers' own (bench_torch.py ...). Those that exist
+are run in turn with ours, each in its own process, ``--repeats`` times over, so that a slow minute of a shared machine
+falls on all alike. What counts is the ratio within one run. Cohorts are drawn alike but not the same, so times are
+scaled to the same number of local steps a round.
+
+Beside seconds: compile time, peak memory of the process, and two shares of what the machine could do, measured in the
+same process: of the rate of large matrix products, by the operations of XLA's own program for a step; and of the
+bandwidth of memory, by what a step must move at least (parameters and gradients, each both ways).
 """
 
 from __future__ import annotations
@@ -19,40 +27,42 @@ import argparse
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
+from workloads import CLASSES, RATE, VOCABULARY, WORKLOADS, clients
 
-WORKLOADS = {
-    "emnist-logistic": {"id": "W2", "cohort": 20, "batch": 10, "rounds": 100, "steps": 411},
-    "emnist-cnn": {"id": "W1", "cohort": 10, "batch": 20, "rounds": 12, "steps": 103},
-}
-CLIENTS, CLASSES, RATE = 200, 62, 0.05
-
-PEERS = {  # name: (environment, command after its bin folder)
-    "pfl, 2 processes": (
-        "pfl",
-        ["torchrun", "--standalone", "--nnodes=1", "--nproc_per_node=2", "bench_pfl.py", "{id}", "1"],
-        {"OMP_NUM_THREADS": "1"},
-    ),
+OWN = Path(__file__).parent / "peers"
+TORCHRUN = ["torchrun", "--standalone", "--nnodes=1", "--nproc_per_node=2"]
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+PEERS = {  # name: (environment, command after its bin folder, variables); of the scripts that others wrote
+    "pfl, 2 processes": ("pfl", [*TORCHRUN, "bench_pfl.py", "{id}", "1"], ONE_THREAD),
     "PyTorch loop": ("torch", ["python", "bench_torch.py", "{id}"], {}),
     "FedJAX jit": ("fedjax", ["python", "bench_fedjax.py", "{id}", "jit"], {}),
     "Flower on Ray": ("flwr", ["python", "bench_flwr.py", "{id}"], {}),
 }
+OWN_PEERS = {  # the same for ours
+    "PyTorch, 2 processes": ("torch", [*TORCHRUN, "torch_loop.py", "{name}"], ONE_THREAD),
+    "PyTorch loop": ("torch", ["python", "torch_loop.py", "{name}"], {}),
+    "FedJAX jit": ("fedjax", ["python", "fedjax_jit.py", "{name}"], {}),
+}
+WITH_OWN = ("emnist-mlp", "shakespeare-lstm")
 
 
-def clients(seed: int = 0):
-    """The common data, drawn as the peers' scripts draw it."""
-    rng = np.random.default_rng(seed)
-    sizes = np.round(rng.lognormal(np.log(200) - 0.3**2 / 2, 0.3, CLIENTS)).astype(int)
-    return [
-        {"x": rng.random((n, 28, 28, 1), dtype=np.float32), "y": rng.integers(0, CLASSES, n).astype(np.int32)}
-        for n in sizes
-    ]
+def model_of(workload: str):
+    from fedbraid import models
+
+    return {
+        "emnist-logistic": lambda: models.softmax_regression(784, CLASSES),
+        "emnist-cnn": lambda: models.emnist_cnn(CLASSES),
+        "emnist-mlp": lambda: models.mlp(784, CLASSES, hidden=(300, 100)),
+        "shakespeare-lstm": lambda: models.char_lstm(VOCABULARY),
+        "cifar-resnet": lambda: models.resnet18_gn(CLASSES, image=(24, 24, 3)),
+    }[workload]()
 
 
 def ours(workload: str, devices: int | None) -> dict:
@@ -60,13 +70,11 @@ def ours(workload: str, devices: int | None) -> dict:
     import jax
 
     import fedbraid as fb
-    from fedbraid import models
 
     count = fb.use_cores(devices)
-    spec = WORKLOADS[workload]
-    model = models.emnist_cnn(CLASSES) if workload == "emnist-cnn" else models.softmax_regression(784, CLASSES)
-    split = fb.Split.from_clients(clients())
-    if workload == "emnist-logistic":
+    spec, model = WORKLOADS[workload], model_of(workload)
+    split = fb.Split.from_clients(clients(workload))
+    if workload in ("emnist-logistic", "emnist-mlp"):
         split = fb.Split({"x": split.arrays["x"].reshape(-1, 784), "y": split.arrays["y"]}, split.offsets)
     algorithm = fb.fedavg(model.loss, client_lr=RATE, epochs=1, batch_size=spec["batch"])
     stamps: list[tuple[float, int]] = []
@@ -74,36 +82,86 @@ def ours(workload: str, devices: int | None) -> dict:
     def tick(progress) -> None:
         stamps.append((time.perf_counter(), progress.round))
 
+    params = model.init(jax.random.key(0))
     began = time.perf_counter()
     result = fb.simulate(
-        algorithm,
-        model.init(jax.random.key(0)),
-        split,
-        rounds=spec["rounds"] + 1,
-        cohort=spec["cohort"],
-        seed=1,
-        on_progress=tick,
+        algorithm, params, split, rounds=spec["rounds"] + 1, cohort=spec["cohort"], seed=1, on_progress=tick
     )
     (first, done), (last, rounds) = stamps[0], stamps[-1]
     steps = result.info.steps / result.info.stopped_at
+    seconds = (last - first) / (rounds - done) * spec["steps"] / steps
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    flops, moved = step_cost(model, params, split, spec["batch"])
+    peak, bandwidth = machine()
     return {
-        "seconds_per_round": (last - first) / (rounds - done) * spec["steps"] / steps,
+        "seconds_per_round": seconds,
         "compile_seconds": first - began,
+        "peak_memory_mb": memory,
         "devices": count,
         "steps_per_round": steps,
         "masked_share": result.info.masked_share,
         "imbalance": result.info.imbalance,
+        "gflops_peak": peak / 1e9,
+        "gb_per_second": bandwidth / 1e9,
+        "share_of_products": flops * spec["steps"] / seconds / peak,
+        "share_of_bandwidth": moved * spec["steps"] / seconds / bandwidth,
     }
+
+
+def step_cost(model, params, split, batch: int) -> tuple[float, float]:
+    """Operations of one local step by XLA's count, and bytes of parameters and gradients that it must move."""
+    import jax
+    import numpy as np
+
+    from fedbraid.models.rewrite import native_convolutions
+
+    few = {name: array[:batch] for name, array in split.arrays.items()} | {"mask": np.ones(batch, np.float32)}
+    with native_convolutions():
+        program = jax.jit(jax.value_and_grad(model.loss)).lower(params, few, jax.random.key(0)).compile()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    return float((program.cost_analysis() or {}).get("flops", float("nan"))), 4.0 * size
+
+
+def machine() -> tuple[float, float]:
+    """Operations a second of large products and bytes a second of copies, with all host devices at work."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    devices = jax.devices()
+    side, length = 1024, 1 << 25
+    square = [jax.device_put(np.ones((side, side), np.float32), d) for d in devices]
+    long = [jax.device_put(np.ones(length, np.float32), d) for d in devices]
+
+    def rate(function, arguments, work: float) -> float:
+        jax.block_until_ready([function(a) for a in arguments])
+        best = 0.0
+        for _ in range(5):
+            began = time.perf_counter()
+            jax.block_until_ready([function(a) for a in arguments])
+            best = max(best, work * len(arguments) / (time.perf_counter() - began))
+        return best
+
+    return rate(jax.jit(lambda a: a @ a), square, 2.0 * side**3), rate(jax.jit(jnp.negative), long, 8.0 * length)
+
+
+def peers_of(workload: str, scripts: Path | None) -> list[tuple[str, Path]]:
+    """Names of the peers that have a script for a workload, and where it lies."""
+    if workload in WITH_OWN:
+        return [(name, OWN) for name in OWN_PEERS]
+    if scripts is None or "id" not in WORKLOADS[workload]:
+        return []
+    return [(name, scripts) for name in PEERS]
 
 
 def peer(name: str, workload: str, environments: Path, scripts: Path) -> float | None:
     """Seconds per round of a peer after its first, for as many local steps as ours; None if it cannot run."""
-    environment, command, extra = PEERS[name]
+    environment, command, extra = (OWN_PEERS if workload in WITH_OWN else PEERS)[name]
     folder = environments.absolute() / environment / "bin"
     if not folder.is_dir():
         return None
     rounds = {"BENCH_ROUNDS": str(WORKLOADS[workload]["rounds"])}
-    filled = [part.format(**WORKLOADS[workload]) for part in command]
+    filled = [part.format(name=workload, **WORKLOADS[workload]) for part in command]
     done = subprocess.run(
         [str(folder / filled[0]), *filled[1:]],
         cwd=scripts,
@@ -129,8 +187,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--peers", type=Path, default=Path(".peers"), help="folder of the peers' environments")
-    parser.add_argument("--scripts", type=Path, help="folder of the peers' scripts; without it only ours runs")
-    parser.add_argument("--against", nargs="+", default=list(PEERS), choices=list(PEERS), help="which peers to run")
+    parser.add_argument("--scripts", type=Path, help="folder of the peers' scripts for the other workloads")
+    parser.add_argument("--against", nargs="+", help="words; a peer runs if its name has one of them")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--devices", type=int, help="host devices for ours (default: one per core)")
     parser.add_argument("--json", action="store_true")
@@ -146,8 +204,10 @@ def main() -> None:
         for _ in range(options.repeats):
             details = in_own_process(workload, options.devices)
             times.setdefault("fedbraid", []).append(details["seconds_per_round"])
-            for name in options.against if options.scripts else ():
-                seconds = peer(name, workload, options.peers, options.scripts)
+            for name, scripts in peers_of(workload, options.scripts):
+                if options.against and not any(word in name for word in options.against):
+                    continue
+                seconds = peer(name, workload, options.peers, scripts)
                 if seconds is not None:
                     times.setdefault(name, []).append(seconds)
             print(".", end="", flush=True, file=sys.stderr)
