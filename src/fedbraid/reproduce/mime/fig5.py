@@ -89,7 +89,7 @@ ENTRY = Entry(
         f"{ROUNDS} rounds instead of 1,000; 7 x 5 rates instead of 9 x 9.",
     ),
     remarks=(
-        "Above server rate 1 momentum is the less sensitive, as in the paper: it loses a point at most, SGD 6 to 10. "
+        "Above server rate 1 momentum is the less sensitive, as in the paper: it loses about a point, SGD 6 to 10. "
         "Below 1 all are merely slow in so few rounds, momentum, which starts at 0, more so: this is what decides the "
         "spread over all rates, and why FedAvgMom is best above 1.",
     ),
