@@ -256,3 +256,13 @@ def test_clipping_a_code_clips_what_it_stands_for():
         whole, cut = map(np.asarray, both(ClientData.of({"u": u}), jax.random.key(0)))
         assert abs(np.linalg.norm(cut) - 0.5) < 1e-6
         np.testing.assert_allclose(cut, whole * 0.5 / np.linalg.norm(whole), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("make", [fb.fedsplit, fb.feddyn])
+def test_feedback_is_refused_where_clients_follow_what_was_decoded_anyway(make):
+    alg, data = make(lambda params, batch, key: jnp.sum(params**2)), {"x": np.ones((4, 3), np.float32)}
+    with pytest.raises(StructureError, match="error_feedback=False"):
+        cost(top_k(alg, fraction=0.5), jnp.ones(3), data)
+    cost(top_k(alg, fraction=0.5, error_feedback=False), jnp.ones(3), data)
+    # SCAFFOLD follows what was decoded of its control variate alone, which has no residual
+    cost(top_k(fb.scaffold(lambda params, batch, key: jnp.sum(params**2)), fraction=0.5), jnp.ones(3), data)

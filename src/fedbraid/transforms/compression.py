@@ -28,6 +28,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Var
 
 from fedbraid.core import Algorithm, Down, Exchange, Report, StructureError, Up, check_choice, check_count, check_number
 from fedbraid.local import map_report
@@ -191,6 +192,22 @@ def _compress(
     return change_exchanges(extend_client(alg, nothing), exchanges, change)
 
 
+def _reads_pseudograd(exchange: Exchange, report: Report) -> bool:
+    """Whether a client's state, once reconciled, depends on the pseudograd as it was decoded."""
+    leaves, structure = jax.tree.flatten(report.up.pseudograd)
+
+    def reconciled(*decoded: Any) -> PyTree:
+        got = report.up._replace(pseudograd=jax.tree.unflatten(structure, decoded))
+        return exchange.reconcile(report.state, report.up, got)
+
+    jaxpr = jax.make_jaxpr(reconciled)(*leaves).jaxpr
+    reached = set(jaxpr.invars)
+    for equation in jaxpr.eqns:
+        if any(isinstance(atom, Var) and atom in reached for atom in equation.invars):
+            reached |= set(equation.outvars)
+    return any(isinstance(atom, Var) and atom in reached for atom in jaxpr.outvars)
+
+
 def _feed_back(exchange: Exchange, encode: Callable, decode: Callable, name: str) -> Exchange:
     def change(report: Report, down: Down, state: Extended, key: Any) -> Report:
         residual = state.own[exchange.name]
@@ -199,6 +216,12 @@ def _feed_back(exchange: Exchange, encode: Callable, decode: Callable, name: str
                 f"{name}: error feedback keeps a residual like the parameters, but the pseudograd of exchange "
                 f"{exchange.name!r} is not like them; leave the feedback to the innermost compression, "
                 "or give error_feedback=False"
+            )
+        if _reads_pseudograd(exchange, report):
+            raise StructureError(
+                f"{name}: clients of exchange {exchange.name!r} set their state by what the server decoded of their "
+                "pseudograd, so what is rounded away comes back by itself; a residual would send it twice. "
+                "Give error_feedback=False"
             )
         meant = jax.tree.map(jnp.add, report.up.pseudograd, residual)
         sent = encode(Up(meant, report.up.aux), down, key)
