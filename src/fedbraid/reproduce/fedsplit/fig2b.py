@@ -210,5 +210,5 @@ ENTRY = Entry(
         "optimum; here there are 14,697 images and 400 random features, and after 20 rounds the cost is still several "
         "times that of L-BFGS.",
     ),
-    duration="about 10 minutes on 2 cores",
+    duration="about 13 minutes on 2 busy cores",
 )
