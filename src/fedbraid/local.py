@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbraid.core import Report, check_count, check_number
+from fedbraid.core import Algorithm, Report, check_count, check_number
 
 __all__ = [
     "WEIGHTINGS",
@@ -31,6 +31,7 @@ __all__ = [
     "local_work",
     "map_inputs",
     "map_report",
+    "map_work",
     "masked_mean",
     "shuffled",
     "weight_of",
@@ -304,6 +305,17 @@ def map_report(client: Callable, change: Callable) -> Callable:
         return change(client(down, state, data, key), down, state, jax.random.fold_in(key, _CHANGE))
 
     return changed
+
+
+def map_work(alg: Algorithm, change: Callable[[Callable], Callable]) -> Algorithm:
+    """``alg`` with the functions that do its clients' work, the local steps where there are such, changed."""
+
+    def changed(client: Callable) -> Callable:
+        if not isinstance(client, LocalWork):
+            return change(client)
+        return replace(client, folds=tuple(fold._replace(step=change(fold.step)) for fold in client.folds))
+
+    return alg._replace(exchanges=tuple(e._replace(client=changed(e.client)) for e in alg.exchanges))
 
 
 def _same(value: PyTree) -> PyTree:

@@ -13,6 +13,7 @@ import fedbraid as fb
 from fedbraid.cli.main import make_app
 from fedbraid.local import masked_mean
 from fedbraid.simulate.convolutions import explain_clients, with_convolutions
+from fedbraid.simulate.precision import with_precision
 
 
 class Net(eqx.Module):
@@ -98,3 +99,25 @@ def test_it_is_explained():
         assert expected in found["data"]
     with pytest.raises(ValueError, match="convolutions must be one of 'fast', 'native', got 'slow'"):
         fb.simulate(fb.fedavg(loss), PARAMS, split(), rounds=1, convolutions="slow")
+
+
+def test_precision_reaches_every_product_of_a_client_and_changes_nothing_on_a_cpu():
+    data, key = fb.ClientData.of(split().client(0)), jax.random.key(0)
+
+    def program(how):
+        alg = with_precision(fb.fedavg(loss, batch_size=4), how)
+        exchange = alg.exchanges[0]
+        return str(jax.make_jaxpr(exchange.client)(exchange.send(alg.init(PARAMS)), (), data, key))
+
+    products = program("default").count("dot_general[")
+    assert products > 3
+    assert program("bfloat16").count("BF16_BF16_F32") == products
+    assert program("float32").count("HIGHEST") >= products
+    runs = [
+        fb.simulate(fb.fedavg(loss, batch_size=4), PARAMS, split(), rounds=1, cohort=2, precision=how).params
+        for how in ("default", "bfloat16")
+    ]
+    for ours, theirs in zip(*map(jax.tree.leaves, runs), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="precision must be one of 'default', 'float32', 'tf32', 'bfloat16', got 'f8'"):
+        fb.simulate(fb.fedavg(loss), PARAMS, split(), rounds=1, precision="f8")

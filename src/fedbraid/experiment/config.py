@@ -74,6 +74,7 @@ class Engine(_Section):
     data_in: Literal["auto", "device", "host"] = "auto"
     states_in: str = "auto"
     convolutions: Literal["fast", "native"] = "fast"
+    precision: Literal["default", "float32", "tf32", "bfloat16"] = "default"
 
 
 class Checkpoint(_Section):

@@ -267,6 +267,7 @@ class Together:
                 arrival=experiment.arrival,
                 local=stream,
                 convolutions=self.config.engine.convolutions,
+                precision=self.config.engine.precision,
             )
             server, states, log = engine.rounds(*carry, arrays, slots, first, number, key)
             return (server, states), log

@@ -38,7 +38,7 @@ class Finding(NamedTuple):
     def within(self) -> bool:
         if self.ours is None or isinstance(self.ours, bool):
             return bool(self.ours)
-        return math.isfinite(self.ours) and self.low <= self.ours <= self.high
+        return bool(math.isfinite(self.ours) and self.low <= self.ours <= self.high)  # NumPy's is no bool for JSON
 
     @property
     def band(self) -> str:

@@ -8,7 +8,6 @@ differentiate it. The engine does the rest: convolutions in clients that somebod
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -16,7 +15,7 @@ import jax
 from fedbraid.core import Algorithm
 from fedbraid.cost import data_shapes
 from fedbraid.data.federated import Split
-from fedbraid.local import LocalWork
+from fedbraid.local import map_work
 from fedbraid.models.rewrite import explain, fast_convolutions, native_convolutions
 
 __all__ = ["CONVOLUTIONS", "Convolutions", "explain_clients", "with_convolutions"]
@@ -27,14 +26,7 @@ CONVOLUTIONS = ("fast", "native")
 
 def with_convolutions(alg: Algorithm, how: Convolutions) -> Algorithm:
     """``alg`` with the convolutions of its clients' work rewritten, or left as their authors wrote them."""
-    change = fast_convolutions if how == "fast" else _natively
-
-    def changed(client: Any) -> Any:
-        if not isinstance(client, LocalWork):
-            return change(client)
-        return replace(client, folds=tuple(fold._replace(step=change(fold.step)) for fold in client.folds))
-
-    return alg._replace(exchanges=tuple(e._replace(client=changed(e.client)) for e in alg.exchanges))
+    return map_work(alg, fast_convolutions if how == "fast" else _natively)
 
 
 def _natively(function: Callable) -> Callable:

@@ -24,6 +24,7 @@ from fedbraid.simulate.arrival import Arrival, everyone
 from fedbraid.simulate.convolutions import Convolutions, with_convolutions
 from fedbraid.simulate.devices import AXIS, replicated
 from fedbraid.simulate.plan import Plan, Slots
+from fedbraid.simulate.precision import Precision, with_precision
 
 __all__ = ["Engine", "make_engine"]
 
@@ -242,12 +243,13 @@ def make_engine(
     arrival: Arrival = everyone,
     local: bool,
     convolutions: Convolutions = "fast",
+    precision: Precision = "default",
 ) -> Engine:
     """Programs for ``alg``.
 
     ``local`` says that each device holds its own cohort's arrays (streamed data); else all hold all examples.
     """
-    alg = with_convolutions(alg, convolutions)
+    alg = with_convolutions(with_precision(alg, precision), convolutions)
 
     def run_exchange(
         index: int, server: PyTree, states: PyTree, arrays: PyTree, slots: Slots, round_: Any, seed_key: Any

@@ -28,6 +28,7 @@ from fedbraid.simulate.engine import Engine, make_engine
 from fedbraid.simulate.evaluate import evaluator, summarize
 from fedbraid.simulate.feed import Feed, Portion
 from fedbraid.simulate.plan import Load, Plan
+from fedbraid.simulate.precision import PRECISIONS, Precision
 from fedbraid.simulate.states import HostStates
 
 __all__ = ["Checkpoints", "Progress", "Result", "simulate"]
@@ -105,6 +106,7 @@ def simulate(
     data_in: Literal["auto", "device", "host"] = "auto",
     states_in: Literal["auto", "device", "host"] | Path = "auto",
     convolutions: Convolutions = "fast",
+    precision: Precision = "default",
     checkpoints: Checkpoints | None = None,
     on_progress: Callable[[Progress], bool | None] | None = None,
 ) -> Result:
@@ -116,6 +118,7 @@ def simulate(
         depend on them (beyond rounding). ``states_in`` may be a folder. Where a device runs out of memory, the chunk
         is halved and the round run again.
     convolutions: "fast" runs those of anyone's model as matrix products, "native" leaves them to XLA.
+    precision: of the clients' matrix products on a GPU: "float32", "tf32" or "bfloat16" factors, summed in float32.
     on_progress: called now and then; returning True ends the run after a checkpoint.
 
     Hyper-parameters inside ``alg`` may be traced, so a sweep is a ``vmap``:
@@ -140,6 +143,7 @@ def simulate(
     check_choice("plan", plan, ("auto", "sequential", "chunks", "lanes"))
     check_choice("data_in", data_in, ("auto", "device", "host"))
     check_choice("convolutions", convolutions, CONVOLUTIONS)
+    check_choice("precision", precision, tuple(PRECISIONS))
     traffic = cost(alg, params, split)  # checks the structure too, before anything compiles
     if jax.tree.leaves(jax.eval_shape(alg.init_client, params)) and rounds * size < split.num_clients:
         warnings.warn(
@@ -156,7 +160,7 @@ def simulate(
     cap, population = int(split.sizes.max()), split.num_clients
 
     def program(plan: Plan) -> Engine:
-        options = {"arrival": arrival, "local": stream, "convolutions": convolutions}
+        options = {"arrival": arrival, "local": stream, "convolutions": convolutions, "precision": precision}
         return make_engine(alg, plan, mesh, cap=cap, population=population, **options)
 
     run = _Run(alg, feed, program, traffic, rounds, seed, checkpoints, on_progress)
