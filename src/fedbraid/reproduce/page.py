@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,9 +103,14 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return lines + ["| " + " | ".join(str(cell).replace("|", r"\|") for cell in row) + " |" for row in rows]
 
 
+def _counted(path: Path) -> list[str]:
+    """Sorts fig10 after fig9."""
+    return [f"{int(part):04}" if part.isdigit() else part for part in re.split(r"(\d+)", path.stem)]
+
+
 def write_index(out: Path) -> Path:
     """Write ``README.md`` of a folder from the results that lie in it."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(out.glob("*.json"))]
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(out.glob("*.json"), key=_counted)]
     lines = [
         "# Reproductions",
         "",
