@@ -53,15 +53,19 @@ STATEFUL = {  # (algorithm, how far the server is from the mean of what its clie
 }
 STACKS = {
     "clip quantize top_k": lambda alg: clip(quantize(top_k(alg, fraction=0.4)), bound=0.5),
+    "clip quantize top_k, no feedback": lambda alg: clip(
+        quantize(top_k(alg, fraction=0.4, error_feedback=False)), bound=0.5
+    ),
+    "norm_bound qsgd, no feedback": lambda alg: norm_bound(qsgd(alg, levels=2), bound=0.5),
     "norm_bound qsgd": lambda alg: norm_bound(qsgd(alg, levels=2, error_feedback=True), bound=0.5),
     "adaptive_clip int4": lambda alg: adaptive_clip(quantize(alg, bits=4), initial=0.1),
     "dp norm_bound": lambda alg: dp(norm_bound(alg, bound=0.4), noise=0.5, bound=0.5, where="clients", shares=3),
     "top_k elastic": lambda alg: top_k(elastic(alg, outputs), fraction=0.4),
     "elastic clip": lambda alg: elastic(clip(alg, bound=0.5), outputs),
 }
-CASES = [("scaffold", stack) for stack in STACKS] + [
-    ("feddyn", "norm_bound qsgd"),
-    ("fedsplit", "clip quantize top_k"),
+CASES = [("scaffold", stack) for stack in STACKS if "no feedback" not in stack] + [
+    ("feddyn", "norm_bound qsgd, no feedback"),
+    ("fedsplit", "clip quantize top_k, no feedback"),
     ("fedsplit", "dp norm_bound"),
 ]
 

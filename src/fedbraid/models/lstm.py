@@ -110,7 +110,7 @@ def lstm_init(key: Array, d: int, hidden: int) -> dict[str, Array]:
 def lstm(params: dict[str, Array], x: Array, compute: Compute = "float32") -> Array:
     """All hidden states [B, T, hidden] over a sequence [B, T, d], from zero state; gates in the order i, f, g, o."""
     # The inputs' share of the gates needs no recurrence: one product for all positions.
-    inputs = dense({"w": params["w"], "b": params["b"]}, x).swapaxes(0, 1)
+    inputs = dense({"w": params["w"], "b": params["b"]}, x.swapaxes(0, 1))
     return recurrence(inputs, params["u"], compute).swapaxes(0, 1)
 
 
