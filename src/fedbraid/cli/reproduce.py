@@ -27,6 +27,7 @@ def command(
     """Reproduce figures and tables of the papers: a picture and a table "paper, ours, within band" each."""
     from fedbraid.experiment.config import ConfigError
     from fedbraid.reproduce import entries, reproduce, write_index
+    from fedbraid.simulate import use_cores
 
     if list_:
         return _list(json)
@@ -38,6 +39,7 @@ def command(
         if not equals or not place:
             raise ConfigError(f"--data reads NAME=FOLDER, got {given!r}")
         places[name] = Path(place)
+    use_cores()
     console = Console(highlight=False, stderr=json)
     results = []
     for name in list(entries()) if names == ["all"] else names:

@@ -9,7 +9,7 @@ from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.reproduce.mime._ablation import LAST, Arm, draw, femnist, final, rates_note, run_arm
 from fedbraid.reproduce.training import best, rounds_to, spent
 
-ROUNDS, BETA = 30, 0.9
+ROUNDS, BETA = 100, 0.9
 RATES, LOWER = (10**-0.5, 10**-1.0, 10**-1.5), (10**-1.0, 10**-1.5, 10**-2.0)
 ARMS = {
     "Mime": Arm("mime", {"base": "momentum", "beta": BETA}, LOWER),
