@@ -47,15 +47,18 @@ def fast_convolutions(function: Callable) -> Callable:
     if getattr(function, _MARK, False):
         return function
 
+    without: set[Any] = set()  # arguments, by structure and shapes, with which there is nothing to replace
+
     def rewritten(*args):
-        if _native.get():
+        leaves, tree = jax.tree.flatten(args)
+        signature = (tree, tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves))
+        if _native.get() or signature in without:
             return function(*args)
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        leaves = jax.tree.leaves(args)
-        if _has_targets(closed.jaxpr):
-            outputs = _evaluate(closed.jaxpr, closed.consts, *leaves)
-        else:
-            outputs = jaxpr_as_fun(closed)(*leaves)  # it is traced already: cheaper than to call it again
+        if not _has_targets(closed.jaxpr):
+            without.add(signature)  # a loss is traced many times before it runs
+            return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(closed)(*leaves))
+        outputs = _evaluate(closed.jaxpr, closed.consts, *leaves)
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
     setattr(rewritten, _MARK, True)
