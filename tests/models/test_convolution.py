@@ -91,6 +91,7 @@ def test_what_does_not_fit_stays_and_says_why(x, kernel, reason):
     def plain(x, kernel):
         return jax.lax.conv_general_dilated(x, kernel, (1,), "VALID")
 
-    assert explain(plain, x, kernel)[0].endswith(f"left to XLA: {reason}") or reason in explain(plain, x, kernel)[0]
+    assert "left to XLA: " in explain(plain, x, kernel)[0]
+    assert explain(plain, x, kernel)[0].endswith(reason)
     assert "conv_general_dilated[" in str(jax.make_jaxpr(fast_convolutions(plain))(x, kernel))
     np.testing.assert_array_equal(fast_convolutions(plain)(x, kernel), plain(x, kernel))

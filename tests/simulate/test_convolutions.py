@@ -89,14 +89,16 @@ def test_it_is_explained():
     lines = explain_clients(fb.fedavg(loss, batch_size=4), PARAMS, split())["train"]
     assert "convolution of (4, 1, 8, 8) with (4, 1, 3, 3): matrix products" in lines
     assert any(line.startswith("max pool") for line in lines)
-    settings = ["--set", "model.name=emnist_cnn", "--set", "model.image=[8, 8]"]
-    for more, expected in (((), "on"), (("--set", "engine.convolutions=native"), "on")):
-        result = CliRunner().invoke(make_app(), ["run", *settings, *more, "--explain", "--json"])
-        assert result.exit_code == 0, result.output
-        found = json.loads(result.stdout)
-        assert found["plan"] in ("sequential", "lanes")
-        assert set(found["convolutions"]) == {"train"}
-        assert expected in found["data"]
+    asked = explain_clients(fb.fedavg(loss, batch_size=4), PARAMS, split(), "native")["train"]
+    assert asked[lines.index("convolution of (4, 1, 8, 8) with (4, 1, 3, 3): matrix products")] == (
+        "convolution of (4, 1, 8, 8) with (4, 1, 3, 3): left to XLA, as asked"
+    )
+    command = ["run", "--set", "algorithm.name=mime", "--set", "engine.data_in=host", "--explain", "--json"]
+    result = CliRunner().invoke(make_app(), command)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["data"] == "streamed from the host"
+    assert found["convolutions"] == {"gradient": [], "train": []}  # a perceptron has none
     with pytest.raises(ValueError, match="convolutions must be one of 'fast', 'native', got 'slow'"):
         fb.simulate(fb.fedavg(loss), PARAMS, split(), rounds=1, convolutions="slow")
 

@@ -18,6 +18,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedbraid.local import LocalOptions
+from fedbraid.simulate.convolutions import Convolutions
+from fedbraid.simulate.precision import Precision
 
 __all__ = [
     "Config",
@@ -73,8 +75,8 @@ class Engine(_Section):
     devices: Annotated[int, Field(ge=1)] | None = None
     data_in: Literal["auto", "device", "host"] = "auto"
     states_in: str = "auto"
-    convolutions: Literal["fast", "native"] = "fast"
-    precision: Literal["default", "float32", "tf32", "bfloat16"] = "default"
+    convolutions: Convolutions = "fast"
+    precision: Precision = "default"
 
 
 class Checkpoint(_Section):

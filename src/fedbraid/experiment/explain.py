@@ -9,7 +9,7 @@ from fedbraid.experiment.build import build
 from fedbraid.experiment.config import Config
 from fedbraid.simulate.convolutions import explain_clients
 from fedbraid.simulate.devices import client_mesh
-from fedbraid.simulate.run import choose_plan, fits
+from fedbraid.simulate.run import choose_plan, streams
 
 __all__ = ["explain_config"]
 
@@ -27,17 +27,11 @@ def explain_config(config: Config) -> dict[str, Any]:
     mesh = client_mesh(engine.devices)
     cohort = split.num_clients if config.cohort == "all" else config.cohort
     plan = choose_plan(alg, params, split, mesh, engine.plan, engine.chunk, cohort)
-    streamed = engine.data_in == "host" or (engine.data_in == "auto" and not fits(split.nbytes, mesh))
-    found = explain_clients(alg, params, split)
-    if engine.convolutions == "native":
-        written = {name: [line.split(": ")[0] + ": left to XLA, as asked" for line in found[name]] for name in found}
-    else:
-        written = found
     return {
         "plan": plan.kind,
         "how": PLANS[plan.kind].format(chunk=plan.chunk),
         "devices": [str(device) for device in mesh.devices.flat],
-        "data": "streamed from the host" if streamed else "on the devices",
+        "data": "streamed from the host" if streams(engine.data_in, split, mesh) else "on the devices",
         "exchanges": [{"name": e.name, "down": e.down, "up": e.up} for e in cost(alg, params, split).exchanges],
-        "convolutions": written,
+        "convolutions": explain_clients(alg, params, split, engine.convolutions),
     }

@@ -8,7 +8,17 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["COLOURS", "draw_clients", "draw_curves", "draw_drift", "draw_tuning", "save", "series", "tuning_plot"]
+__all__ = [
+    "COLOURS",
+    "draw_clients",
+    "draw_curves",
+    "draw_drift",
+    "draw_tuning",
+    "save",
+    "series",
+    "tidy",
+    "tuning_plot",
+]
 
 # Okabe and Ito's colours, told apart by colour-blind readers, without the yellow that vanishes on white
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#444444")
@@ -31,7 +41,8 @@ def save(figure: Any, path: Path, *, pdf: bool = False) -> list[Path]:
     return paths
 
 
-def _tidy(axis: Any) -> None:
+def tidy(axis: Any) -> None:
+    """A faint grid and no box."""
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
 
@@ -192,7 +203,7 @@ def _line(figure: Any, axis: Any, plot: Mapping[str, Any], best: Mapping[str, An
     elif plot["log"][0]:
         axis.set_xscale("log")
     axis.set_ylabel(plot["metric"])
-    _tidy(axis)
+    tidy(axis)
     if axis.get_legend_handles_labels()[0]:
         axis.legend(frameon=False)
 
@@ -247,7 +258,7 @@ def _scatter(figure: Any, axis: Any, plot: Mapping[str, Any], best: Mapping[str,
         axis.set_xscale("log")
     if plot["log"][1]:
         axis.set_yscale("log")
-    _tidy(axis)
+    tidy(axis)
     axis.legend(frameon=False)
     figure.colorbar(dots, ax=axis, label=plot["metric"])
 
@@ -295,7 +306,7 @@ def draw_curves(series: Sequence[Mapping[str, Any]], metric: str, against: str, 
     axis.set_ylabel(metric)
     if "loss" in metric and lowest > 0:
         axis.set_yscale("log")
-    _tidy(axis)
+    tidy(axis)
     if len(series) > 1:
         axis.legend(frameon=False, fontsize=8)
     figure.suptitle(title or f"{metric} against {against}", x=0.01, ha="left", fontsize=11)
@@ -316,7 +327,7 @@ def draw_clients(series: Sequence[Mapping[str, Any]], metric: str) -> Any:
     axis.set_xlabel("clients, worst to best (percentile)")
     axis.set_ylabel(f"{metric} of the client")
     axis.set_xlim(0, 100)
-    _tidy(axis)
+    tidy(axis)
     if len(series) > 1:
         axis.legend(frameon=False, fontsize=8)
     figure.suptitle(f"{metric}, client by client", x=0.01, ha="left", fontsize=11)
@@ -343,7 +354,7 @@ def draw_drift(series: Sequence[Mapping[str, Any]]) -> Any:
         axis.set_yscale("log")
     else:
         axis.set_ylim(bottom=0)
-    _tidy(axis)
+    tidy(axis)
     axis.legend(frameon=False, fontsize=8)
     figure.suptitle("client drift", x=0.01, ha="left", fontsize=11)
     return figure

@@ -36,7 +36,7 @@ from fedbraid.simulate.engine import make_engine
 from fedbraid.simulate.evaluate import client_values, in_batches, score, summarize
 from fedbraid.simulate.feed import Feed, Portion
 from fedbraid.simulate.plan import Plan, steps_of
-from fedbraid.simulate.run import WINDOW, choose_plan, fits
+from fedbraid.simulate.run import WINDOW, choose_plan, streams
 
 __all__ = ["Outcome", "Point", "Together", "measured", "traceable", "with_values"]
 
@@ -205,7 +205,7 @@ class Together:
         self.base: Experiment = assemble(config, data)
         split, engine = data.train, config.engine
         devices = client_mesh(engine.devices)
-        stream = engine.data_in == "host" or (engine.data_in == "auto" and not fits(split.nbytes, devices))
+        stream = streams(engine.data_in, split, devices)
         self.own_points = devices.devices.size > 1 and not stream and points >= devices.devices.size
         self.mesh = Mesh(devices.devices, (AXIS,)) if self.own_points else devices
         self._place = NamedSharding(self.mesh, PartitionSpec(AXIS) if self.own_points else PartitionSpec())

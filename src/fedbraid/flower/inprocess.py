@@ -78,14 +78,14 @@ class InProcessGrid(Grid):
     # -- what a Grid is
 
     def set_run(self, run: Run) -> None:
-        raise NotImplementedError
+        raise NotImplementedError("the server of this library makes its messages itself and asks for no run")
 
     @property
     def run(self) -> Run:
-        raise NotImplementedError
+        raise NotImplementedError("the server of this library makes its messages itself and asks for no run")
 
     def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        raise NotImplementedError
+        raise NotImplementedError("the server of this library makes its messages itself and asks for no run")
 
     def get_node_ids(self) -> Iterable[int]:
         return list(self.contexts)

@@ -154,7 +154,7 @@ def simulate(
 
     mesh = client_mesh(devices)
     chosen = choose_plan(alg, params, split, mesh, plan, chunk, size)
-    stream = data_in == "host" or (data_in == "auto" and not fits(split.nbytes, mesh))
+    stream = streams(data_in, split, mesh)
     on_host, folder = _states_on_host(alg, params, split.num_clients, states_in, mesh, checkpoints)
     feed = Feed(alg, chosen, mesh, split, seed=seed, window=min(WINDOW, rounds), stream=stream)
     cap, population = int(split.sizes.max()), split.num_clients
@@ -171,6 +171,11 @@ def simulate(
         run.eval_every = rounds if eval_every is None else eval_every
     run.start(params, on_host, folder)
     return run.go()
+
+
+def streams(data_in: Literal["auto", "device", "host"], split: Split, mesh: Mesh) -> bool:
+    """Whether examples stay with the host and travel round by round."""
+    return data_in == "host" or (data_in == "auto" and not fits(split.nbytes, mesh))
 
 
 def fits(wanted: int, mesh: Mesh) -> bool:

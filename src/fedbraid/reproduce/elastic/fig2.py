@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedbraid.data.catalog import load
-from fedbraid.experiment.figures import COLOURS
+from fedbraid.experiment.figures import COLOURS, tidy
 from fedbraid.reproduce.elastic._synthetic import PAPER, best_rate, clients, curve, run_method
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.reproduce.training import spent
@@ -68,8 +68,7 @@ def draw(results: Mapping[tuple[str, bool], Mapping[str, Any]]) -> Figure:
             axis.plot(result["rounds"], curve(result, rate), color=colour, ls=dashes, label=label)
         axis.set_title(name, fontsize=10, loc="left")
         axis.set_xlabel("round")
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
+        tidy(axis)
         axis.legend(frameon=False, fontsize=8, loc="lower right")
     axes[0].set_ylabel("test accuracy, %, mean over seeds")
     return figure

@@ -8,7 +8,7 @@ import numpy as np
 
 from fedbraid.algorithms import fedavg
 from fedbraid.data.federated import Split
-from fedbraid.experiment.figures import COLOURS
+from fedbraid.experiment.figures import COLOURS, tidy
 from fedbraid.reproduce.elastic._synthetic import PAPER
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.simulate.shadow import trace_shadow
@@ -185,8 +185,7 @@ def _draw(counts: np.ndarray, best: dict[int, np.ndarray], bounds: np.ndarray, e
     right.set(xlabel="local step size $\\eta$, K = 10", ylabel="$f(x_R) - f^*$", xscale="log", yscale="log")
     for axis in (left, right):
         axis.legend(fontsize=8)
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
+        tidy(axis)
     return figure
 
 

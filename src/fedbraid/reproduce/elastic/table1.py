@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedbraid.data.catalog import load
-from fedbraid.experiment.figures import COLOURS
+from fedbraid.experiment.figures import COLOURS, tidy
 from fedbraid.reproduce.elastic._synthetic import PAPER, best_rate, by_rate, clients, run_method
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.reproduce.training import spent
@@ -72,8 +72,7 @@ def draw(accuracy: Mapping[str, np.ndarray]) -> Figure:
     axis.set_yticks(range(len(accuracy)), list(accuracy))
     axis.set_ylim(len(accuracy) - 0.5, -0.5)
     axis.set_xlabel("test accuracy, % (a dot for each seed, a bar for their mean)")
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
+    tidy(axis)
     return figure
 
 

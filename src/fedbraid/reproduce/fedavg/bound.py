@@ -12,7 +12,7 @@ import numpy as np
 
 from fedbraid.algorithms import fedavg
 from fedbraid.data.federated import Split
-from fedbraid.experiment.figures import COLOURS
+from fedbraid.experiment.figures import COLOURS, tidy
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.simulate.shadow import trace_shadow
 from fedbraid.theory import drift_bound, fedavg_bound, round_progress_bound
@@ -259,8 +259,7 @@ def _draw(cases: list):
             axis.plot(at, seen.gap, "-", color=COLOURS[i], lw=1.8, label=f"$\\tau$ = {tau}")
         axis.plot([], [], "--", color="0.3", label="Theorem 2.1")
         axis.set(xlabel="rounds T", xscale="log", yscale="log", title=f"$\\eta$ = 1/(4L), $\\sigma$ = {sigma:g}")
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
+        tidy(axis)
         axis.legend(fontsize=8)
     axes[0].set_ylabel("mean gap so far, and its bound")
     return figure

@@ -11,7 +11,7 @@ import numpy as np
 
 from fedbraid.core import Algorithm
 from fedbraid.data.federated import FederatedData, Split
-from fedbraid.experiment.figures import COLOURS
+from fedbraid.experiment.figures import COLOURS, tidy
 from fedbraid.simulate import simulate
 
 PAPER = "Pathak and Wainwright, FedSplit: an algorithmic framework for fast federated optimization, NeurIPS 2020"
@@ -46,5 +46,4 @@ def draw(axis: Any, curves: Mapping[str, tuple[np.ndarray, np.ndarray]], *, floo
         last = int(np.argmax(gap < floor)) or len(gap)
         axis.plot(at[:last], gap[:last], DASHES[i % 4], color=COLOURS[i % 7], lw=1.8, label=name)
     axis.set(xlabel="round", ylabel="$F(x_t) - F^*$", yscale="log")
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
+    tidy(axis)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from fedbraid.algorithms import fedgd, fedsplit
-from fedbraid.experiment.figures import COLOURS
+from fedbraid.experiment.figures import COLOURS, tidy
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.reproduce.fedsplit._trace import PAPER, residual_loss, trace
 from fedbraid.theory import (
@@ -124,8 +124,7 @@ def _draw(kappas, counted, gaps):
     right.set(xlabel="condition number $\\kappa$", ylabel=f"rounds to a gap of {EPSILON:g}", xscale="log", yscale="log")
     for axis in (left, right):
         axis.legend(fontsize=7.5, loc="lower left" if axis is left else "upper left")
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
+        tidy(axis)
     return figure
 
 

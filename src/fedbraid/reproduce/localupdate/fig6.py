@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fedbraid.data.catalog import load
-from fedbraid.experiment.figures import COLOURS
+from fedbraid.experiment.figures import COLOURS, tidy
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.reproduce.localupdate._training import PAPER, chosen, femnist, run_grid
 from fedbraid.reproduce.training import best, rounds_to, spent
@@ -61,8 +61,7 @@ def draw(left: Mapping[str, Mapping[str, Any]], right: Mapping[str, Mapping[str,
             axis.plot(result["rounds"], curve, lw=1.8, label=name, color=COLOURS[i], ls=dashes)
         axis.set_title(title, fontsize=10, loc="left")
         axis.set_xlabel("round")
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
+        tidy(axis)
         axis.legend(frameon=False, fontsize=8, loc="lower right")
     axes[0].set_ylabel("test accuracy, %")
     return figure

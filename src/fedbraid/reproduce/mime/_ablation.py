@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedbraid.data.federated import FederatedData
 from fedbraid.experiment.config import parse
-from fedbraid.experiment.figures import COLOURS, DASHES
+from fedbraid.experiment.figures import COLOURS, DASHES, tidy
 from fedbraid.reproduce.entry import Job
 from fedbraid.reproduce.training import best, train
 
@@ -84,8 +84,7 @@ def draw(results: Mapping[str, Mapping[str, Any]], panels: Mapping[str, Sequence
             axis.plot(result["rounds"], curve, label=name, lw=1.7, **looks[name])
         axis.set_title(title, fontsize=10, loc="left")
         axis.set_xlabel("round")
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
+        tidy(axis)
         axis.legend(frameon=False, fontsize=8, loc="best")
     axes[0].set_ylabel("test accuracy, %")
     return figure

@@ -16,7 +16,7 @@ from fedbraid.algorithms.base_optimizers import adagrad, from_optax
 from fedbraid.core import Algorithm
 from fedbraid.data.federated import FederatedData
 from fedbraid.experiment.config import ConfigError, parse, unknown
-from fedbraid.experiment.figures import COLOURS
+from fedbraid.experiment.figures import COLOURS, tidy
 from fedbraid.reproduce.training import Swap, best, score, train
 
 if TYPE_CHECKING:
@@ -206,8 +206,7 @@ def draw(
     keys += [Line2D([], [], color="0.3", ls=d, label=f) for f, d in dashes.items()]
     right.legend(handles=keys, frameon=False, fontsize=8, ncols=1, loc="center left", bbox_to_anchor=(1.0, 0.5))
     for axis in (left, right):
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
+        tidy(axis)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     return figure
 

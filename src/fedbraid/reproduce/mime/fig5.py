@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fedbraid.data.catalog import load
-from fedbraid.experiment.figures import style
+from fedbraid.experiment.figures import style, tidy
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.reproduce.mime._ablation import femnist
 from fedbraid.reproduce.mime._stability import run_grid, tuned
@@ -51,8 +51,7 @@ def draw(curves: Mapping[str, Mapping[tuple[float, ...], float]]) -> Figure:
     axis.set_xscale("log")
     axis.set_xlabel("server rate (dotted: the default)")
     axis.set_ylabel("test accuracy, %, at the best client rate")
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)
+    tidy(axis)
     axis.legend(frameon=False, fontsize=8)
     return figure
 

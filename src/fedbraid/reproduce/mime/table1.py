@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedbraid.experiment.figures import COLOURS
+from fedbraid.experiment.figures import COLOURS, tidy
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.theory import MIME_TABLE, mime_rounds
 
@@ -226,8 +226,7 @@ def _draw():
     right.set_title("$\\epsilon = 10^{-9}$, $\\sigma$ = 0", fontsize=9)
     for axis in (left, right):
         axis.legend(fontsize=7, loc="upper right" if axis is left else "upper left")
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
+        tidy(axis)
     return figure
 
 
