@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from fedbraid.local import LocalOptions
 from fedbraid.simulate.convolutions import Convolutions
+from fedbraid.simulate.plan import check_chunk
 from fedbraid.simulate.precision import Precision
 
 __all__ = [
@@ -71,7 +72,7 @@ class Engine(_Section):
     """How it is computed; results do not depend on it beyond rounding."""
 
     plan: Literal["auto", "sequential", "chunks", "lanes"] = "auto"
-    chunk: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    chunk: Annotated[int | Literal["auto", "tuned"], BeforeValidator(check_chunk)] = "auto"
     devices: Annotated[int, Field(ge=1)] | None = None
     data_in: Literal["auto", "device", "host"] = "auto"
     states_in: str = "auto"

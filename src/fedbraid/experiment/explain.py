@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from fedbraid.cost import cost
-from fedbraid.experiment.build import build
+from fedbraid.experiment.build import build, states_in
 from fedbraid.experiment.config import Config
+from fedbraid.simulate import tune
 from fedbraid.simulate.convolutions import explain_clients
 from fedbraid.simulate.devices import client_mesh
-from fedbraid.simulate.run import choose_plan, streams
+from fedbraid.simulate.plan import choose_plan
+from fedbraid.simulate.run import states_on_host, streams
 
 __all__ = ["explain_config"]
 
@@ -26,12 +28,19 @@ def explain_config(config: Config) -> dict[str, Any]:
     alg, params, split, engine = experiment.algorithm, experiment.params, experiment.data.train, config.engine
     mesh = client_mesh(engine.devices)
     cohort = split.num_clients if config.cohort == "all" else config.cohort
-    plan = choose_plan(alg, params, split, mesh, engine.plan, engine.chunk, cohort)
+    stream = streams(engine.data_in, split, mesh)
+    on_host, _ = states_on_host(alg, params, split.num_clients, states_in(config), mesh, None)
+    how = {"arrival": experiment.arrival, "convolutions": engine.convolutions, "precision": engine.precision}
+    job = tune.Job(alg, params, split, mesh, engine.plan, cohort, stream, on_host, **how)
+    by_rule = "auto" if engine.chunk == "tuned" else engine.chunk
+    base = choose_plan(alg, params, split, mesh, engine.plan, by_rule, cohort)
+    plan, why = tune.foresee(engine.chunk, base, job)
     return {
         "plan": plan.kind,
-        "how": PLANS[plan.kind].format(chunk=plan.chunk),
+        "chunk": plan.chunk,
+        "how": f"{PLANS[plan.kind].format(chunk=plan.chunk)} ({why})",
         "devices": [str(device) for device in mesh.devices.flat],
-        "data": "streamed from the host" if streams(engine.data_in, split, mesh) else "on the devices",
+        "data": "streamed from the host" if stream else "on the devices",
         "exchanges": [{"name": e.name, "down": e.down, "up": e.up} for e in cost(alg, params, split).exchanges],
         "convolutions": explain_clients(alg, params, split, engine.convolutions),
     }

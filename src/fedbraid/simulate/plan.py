@@ -15,16 +15,36 @@ Three plans share one layout of *slots* (device-major):
 from __future__ import annotations
 
 import heapq
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from fedbraid import address
-from fedbraid.core import Algorithm
-from fedbraid.local import LocalWork
+from fedbraid.core import Algorithm, check_count
+from fedbraid.cost import data_shapes
+from fedbraid.data.federated import Split
+from fedbraid.local import ClientData, LocalWork
+from fedbraid.simulate import hosts
+from fedbraid.simulate.convolutions import with_convolutions
+from fedbraid.simulate.devices import free_memory
 
-__all__ = ["Plan", "Slots", "cohorts_of", "lay_out", "steps_of"]
+__all__ = [
+    "Plan",
+    "Slots",
+    "check_chunk",
+    "choose_plan",
+    "client_bytes",
+    "cohorts_of",
+    "lay_out",
+    "most_clients",
+    "steps_of",
+]
+
+LANES = 32  # fill a large GPU; more only mask more
 
 
 class Plan(NamedTuple):
@@ -163,3 +183,64 @@ def _timetable(plan: Plan, steps: np.ndarray) -> tuple[Timetable, int]:
         table[0, : len(endings)] = np.diff(table[0, : len(endings)], prepend=0)
     first = np.array([queue[0] if queue else 0 for queue in queues], np.int32)
     return Timetable(first, *table), endings[-1][0] if endings else 0
+
+
+# --- which plan, by rule ---------------------------------------------------------------------------------------------
+
+
+def check_chunk(chunk: Any) -> Any:
+    """``chunk`` if it is a count, "auto" or "tuned"."""
+    if isinstance(chunk, str) and chunk in ("auto", "tuned"):
+        return chunk
+    try:
+        return check_count("chunk", chunk)
+    except ValueError:
+        raise ValueError(f"chunk must be a whole number of at least 1, 'auto' or 'tuned', got {chunk!r}") from None
+
+
+def choose_plan(
+    alg: Algorithm, params: Any, split: Split, mesh: Mesh, kind: Any, chunk: int | Literal["auto", "tuned"], cohort: int
+) -> Plan:
+    """The plan by rule, from the kind of device and its memory; :mod:`fedbraid.simulate.tune` measures instead."""
+    if check_chunk(chunk) == "tuned":
+        warnings.warn(
+            "chunk = 'tuned' is measured for single runs alone; several points in one program take 'auto'", stacklevel=2
+        )
+        chunk = "auto"
+    device, devices = mesh.local_devices[0], mesh.devices.size
+    if kind == "auto":
+        kind = "sequential" if device.platform == "cpu" else "lanes"
+    if kind == "sequential":
+        return Plan(kind, devices, cohort, 1)
+    share = -(-cohort // devices)
+    if chunk == "auto":
+        chunk = most_clients(client_bytes(alg, params, split), mesh) or share
+        if kind == "lanes":
+            chunk = min(chunk, max(LANES, share // 4))
+    return Plan(kind, devices, cohort, min(int(chunk), share))
+
+
+def most_clients(need: int | None, mesh: Mesh) -> int | None:
+    """How many clients of ``need`` bytes a device may take at a time; None if nobody knows what they need."""
+    return int(max(1, 0.5 * hosts.least(free_memory(mesh.local_devices[0])) // need)) if need else None
+
+
+def client_bytes(alg: Algorithm, params: Any, split: Split) -> int | None:
+    """Memory that one more client in a chunk takes, by the compiled program; None while hyper-parameters are traced."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    server, state = jax.eval_shape(alg.init, params), jax.eval_shape(alg.init_client, params)
+    whole = data_shapes(split)
+    few = {n: jax.ShapeDtypeStruct((whole.cap, *s.shape[1:]), s.dtype) for n, s in whole.arrays.items()}
+    data = ClientData(few, whole.offset, whole.size, whole.cap)
+    largest = 0
+    for exchange in with_convolutions(alg, "fast").exchanges:
+        down = jax.eval_shape(exchange.send, server)
+        try:
+            compiled = jax.jit(exchange.client).lower(down, state, data, key).compile()
+        except jax.errors.UnexpectedTracerError:
+            return None
+        used = compiled.memory_analysis()
+        if used is None:
+            return None
+        largest = max(largest, used.temp_size_in_bytes + used.output_size_in_bytes)
+    return max(largest, 1)

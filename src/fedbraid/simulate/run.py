@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
 import warnings
 from collections.abc import Callable
@@ -16,18 +18,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fedbraid.core import Algorithm, check_choice, check_count, is_traced
-from fedbraid.cost import Cost, cost, data_shapes
+from fedbraid.cost import Cost, cost
 from fedbraid.data.federated import FederatedData, Split
-from fedbraid.local import ClientData
 from fedbraid.models.rewrite import fast_convolutions
-from fedbraid.simulate import checkpoint, hosts
+from fedbraid.simulate import checkpoint, hosts, tune
 from fedbraid.simulate.arrival import Arrival, everyone
-from fedbraid.simulate.convolutions import CONVOLUTIONS, Convolutions, with_convolutions
+from fedbraid.simulate.convolutions import CONVOLUTIONS, Convolutions
 from fedbraid.simulate.devices import client_mesh, free_memory, host_memory, place, replicated
 from fedbraid.simulate.engine import Engine, make_engine
 from fedbraid.simulate.evaluate import evaluator, summarize
 from fedbraid.simulate.feed import Feed, Portion
-from fedbraid.simulate.plan import Load, Plan
+from fedbraid.simulate.plan import Load, Plan, check_chunk, choose_plan
 from fedbraid.simulate.precision import PRECISIONS, Precision
 from fedbraid.simulate.states import HostStates
 
@@ -35,8 +36,6 @@ __all__ = ["Checkpoints", "Progress", "Result", "simulate"]
 
 PyTree = Any
 WINDOW = 64  # rounds in one compiled call at most
-LANES = 32  # fill a large GPU; more only mask more
-EXHAUSTED = "RESOURCE_EXHAUSTED"  # in every message of a device that is out of memory
 LOOK = 0.25  # seconds between two looks at a run that shows its progress
 
 
@@ -87,6 +86,7 @@ class Info:
     masked_share: float  # of all steps computed, those thrown away
     imbalance: float  # steps of the busiest device over the mean, averaged over rounds
     stopped_at: int  # rounds done; fewer than asked if the run was told to stop
+    tuning: tune.Tuning | None = None  # how the plan was found, if neither by rule nor as asked
 
 
 def simulate(
@@ -101,7 +101,7 @@ def simulate(
     eval_every: int | None = None,
     arrival: Arrival = everyone,
     plan: Literal["auto", "sequential", "chunks", "lanes"] = "auto",
-    chunk: int | Literal["auto"] = "auto",
+    chunk: int | Literal["auto", "tuned"] = "auto",
     devices: int | None = None,
     data_in: Literal["auto", "device", "host"] = "auto",
     states_in: Literal["auto", "device", "host"] | Path = "auto",
@@ -116,7 +116,9 @@ def simulate(
         (default: at the end only) and after the last.
     plan, chunk, devices, data_in, states_in: how it is computed; the defaults fit the machine, the results do not
         depend on them (beyond rounding). ``states_in`` may be a folder. Where a device runs out of memory, the chunk
-        is halved and the round run again.
+        is halved and the round run again. ``chunk="tuned"`` times candidates on the first rounds, once for a job on a
+        machine, and remembers the fastest (see `fedbraid.simulate.tune`); "auto" takes what is remembered, else the
+        plan by rule.
     convolutions: "fast" runs those of anyone's model as matrix products, "native" leaves them to XLA.
     precision: of the clients' matrix products on a GPU: "float32", "tf32" or "bfloat16" factors, summed in float32.
     on_progress: called now and then; returning True ends the run after a checkpoint.
@@ -141,6 +143,7 @@ def simulate(
     if eval_every is not None:
         check_count("eval_every", eval_every)
     check_choice("plan", plan, ("auto", "sequential", "chunks", "lanes"))
+    check_chunk(chunk)
     check_choice("data_in", data_in, ("auto", "device", "host"))
     check_choice("convolutions", convolutions, CONVOLUTIONS)
     check_choice("precision", precision, tuple(PRECISIONS))
@@ -153,23 +156,45 @@ def simulate(
         )
 
     mesh = client_mesh(devices)
-    chosen = choose_plan(alg, params, split, mesh, plan, chunk, size)
+    base = choose_plan(alg, params, split, mesh, plan, "auto" if chunk == "tuned" else chunk, size)
     stream = streams(data_in, split, mesh)
-    on_host, folder = _states_on_host(alg, params, split.num_clients, states_in, mesh, checkpoints)
-    feed = Feed(alg, chosen, mesh, split, seed=seed, window=min(WINDOW, rounds), stream=stream)
+    on_host, folder = states_on_host(alg, params, split.num_clients, states_in, mesh, checkpoints)
+    feed = Feed(alg, base, mesh, split, seed=seed, window=min(WINDOW, rounds), stream=stream)
     cap, population = int(split.sizes.max()), split.num_clients
+    engines: dict[Plan, Engine] = {}
 
     def program(plan: Plan) -> Engine:
-        options = {"arrival": arrival, "local": stream, "convolutions": convolutions, "precision": precision}
-        return make_engine(alg, plan, mesh, cap=cap, population=population, **options)
+        if plan not in engines:
+            options = {"arrival": arrival, "local": stream, "convolutions": convolutions, "precision": precision}
+            engines[plan] = make_engine(alg, plan, mesh, cap=cap, population=population, **options)
+        return engines[plan]
 
-    run = _Run(alg, feed, program, traffic, rounds, seed, checkpoints, on_progress)
+    most = min(rounds, tune.STREAMED if stream else WINDOW)
+
+    def stage(plan: Plan) -> Callable[[int], None]:
+        if not stream:
+            feed.resident_arrays()  # once for all plans
+        run = _Run(alg, feed.with_plan(plan), program, traffic, rounds, seed, None, None)
+        run.start(params, on_host, None)
+        run.feed.reserve(range(most))  # so that every rehearsal is one program
+        return run.rehearse
+
+    saved = _saved(checkpoints)
+    tuning = None
+    if isinstance(chunk, str) and plan != "sequential":
+        kept = _kept_plan(saved, base, plan, chunk, mesh)
+        job = tune.Job(alg, params, split, mesh, plan, size, stream, on_host, arrival, convolutions, precision)
+        chosen, tuning = kept or tune.decide(chunk, base, job, stage, most)
+        feed = feed.with_plan(chosen)
+        for plan_ in engines.keys() - {chosen}:
+            del engines[plan_]
+    run = _Run(alg, feed, program, traffic, rounds, seed, checkpoints, on_progress, tuning)
     if metrics is not None:
         if federated.test is None:
             raise ValueError("metrics were given, but the data has no test split to evaluate them on")
         run.evaluate = evaluator(fast_convolutions(metrics) if convolutions == "fast" else metrics, federated.test)
         run.eval_every = rounds if eval_every is None else eval_every
-    run.start(params, on_host, folder)
+    run.start(params, on_host, folder, saved)
     return run.go()
 
 
@@ -184,7 +209,7 @@ def fits(wanted: int, mesh: Mesh) -> bool:
     return wanted * copies <= 0.4 * hosts.least(free_memory(device))
 
 
-def _states_on_host(
+def states_on_host(
     alg: Algorithm, params: PyTree, population: int, states_in: Any, mesh: Mesh, checkpoints: Checkpoints | None
 ) -> tuple[bool, Path | None]:
     """Whether client states are kept by the host, and in which folder (None: in its memory)."""
@@ -201,42 +226,27 @@ def _states_on_host(
     return True, checkpoints.folder.with_name("states") if too_many and checkpoints is not None else None
 
 
-def choose_plan(
-    alg: Algorithm, params: PyTree, split: Split, mesh: Mesh, kind: Any, chunk: int | Literal["auto"], cohort: int
-) -> Plan:
-    device, devices = mesh.local_devices[0], mesh.devices.size
-    if kind == "auto":
-        kind = "sequential" if device.platform == "cpu" else "lanes"
-    if kind == "sequential":
-        return Plan(kind, devices, cohort, 1)
-    share = -(-cohort // devices)
-    if chunk == "auto":
-        need = _client_bytes(alg, params, split)
-        chunk = int(max(1, 0.5 * hosts.least(free_memory(device)) // need)) if need else share
-        if kind == "lanes":
-            chunk = min(chunk, max(LANES, share // 4))
-    return Plan(kind, devices, cohort, min(check_count("chunk", chunk), share))
+def _saved(checkpoints: Checkpoints | None) -> tuple[int, dict[str, Any]] | None:
+    """The newest checkpoint of a run that is to go on."""
+    if checkpoints is None or not checkpoints.resume:
+        return None
+    saved = checkpoint.load(checkpoint.latest(checkpoints.folder))
+    hosts.same(str(saved[0]), "checkpoints: they do not see the same run folder")
+    return saved
 
 
-def _client_bytes(alg: Algorithm, params: PyTree, split: Split) -> int | None:
-    """Memory that one more client in a chunk takes, by the compiled program; None while hyper-parameters are traced."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    server, state = jax.eval_shape(alg.init, params), jax.eval_shape(alg.init_client, params)
-    whole = data_shapes(split)
-    few = {n: jax.ShapeDtypeStruct((whole.cap, *s.shape[1:]), s.dtype) for n, s in whole.arrays.items()}
-    data = ClientData(few, whole.offset, whole.size, whole.cap)
-    largest = 0
-    for exchange in with_convolutions(alg, "fast").exchanges:
-        down = jax.eval_shape(exchange.send, server)
-        try:
-            compiled = jax.jit(exchange.client).lower(down, state, data, key).compile()
-        except jax.errors.UnexpectedTracerError:
-            return None
-        used = compiled.memory_analysis()
-        if used is None:
-            return None
-        largest = max(largest, used.temp_size_in_bytes + used.output_size_in_bytes)
-    return max(largest, 1)
+def _kept_plan(
+    saved: tuple[int, dict[str, Any]] | None, base: Plan, kind: str, chunk: str, mesh: Mesh
+) -> tuple[Plan, tune.Tuning | None] | None:
+    """The plan that a resumed run had, on the machine that it ran on: it ends with the same bits then."""
+    if saved is None or saved[1].get("plan") is None:
+        return None
+    had = json.loads(bytes(np.asarray(saved[1]["plan"], np.uint8)))
+    plan = base._replace(kind=had["kind"], chunk=had["chunk"])
+    same = had["machine"] == tune.machine(mesh) and had["cohort"] == base.cohort and kind in ("auto", plan.kind)
+    keep = same and (chunk == "auto" or had["tuned"])
+    tuning = tune.Tuning("resumed") if had["tuned"] else None
+    return (plan, tuning) if bool(hosts.agreed(np.array(keep))) else None
 
 
 def _place(tree: PyTree, mesh: Mesh) -> PyTree:
@@ -284,8 +294,10 @@ class _Run:
         seed: int,
         checkpoints: Checkpoints | None,
         on_progress: Callable | None,
+        tuning: tune.Tuning | None = None,
     ) -> None:
         self.alg, self.feed, self.program, self.traffic = alg, feed, program, traffic
+        self.tuning = tuning
         self.engine = program(feed.plan)
         self.rounds, self.checkpoints, self.on_progress = rounds, checkpoints, on_progress
         key = jax.random.key(seed)
@@ -298,7 +310,13 @@ class _Run:
         self.steps = self.masked = 0
         self.imbalance = 0.0
 
-    def start(self, params: PyTree, on_host: bool, path: Path | None) -> None:
+    def start(
+        self,
+        params: PyTree,
+        on_host: bool,
+        path: Path | None,
+        saved: tuple[int, dict[str, Any]] | None = None,
+    ) -> None:
         alg, population = self.alg, self.feed.split.num_clients
         strong = partial(jax.tree.map, lambda leaf: jnp.array(leaf, jnp.asarray(leaf).dtype))
         self.server = _place(strong(alg.init(params)), self.feed.mesh)
@@ -309,9 +327,8 @@ class _Run:
         if not on_host:
             wide = partial(jax.tree.map, lambda leaf: jnp.broadcast_to(leaf, (population, *leaf.shape)) + 0)
             self.states = _place(wide(first), self.feed.mesh)
-        if self.checkpoints is not None and self.checkpoints.resume:
-            self._restore(checkpoint.latest(self.checkpoints.folder))
-            hosts.same(str(self.done), "checkpoints: they do not see the same run folder")
+        if saved is not None:
+            self._restore(*saved)
 
     # -- checkpoints
 
@@ -326,11 +343,18 @@ class _Run:
             "log": _join(self.logs),
             "evaluations": _stack(self.evaluations),
             "load": {"steps": self.steps, "masked": self.masked, "imbalance": self.imbalance},
+            "plan": np.frombuffer(json.dumps(self._plan_record()).encode(), np.uint8),
         }
         checkpoint.save(self.checkpoints.folder, self.done, tree)
 
-    def _restore(self, place: Path) -> None:
-        self.done, tree = checkpoint.load(place)
+    def _plan_record(self) -> dict[str, Any]:
+        plan = self.feed.plan
+        tuned = self.tuning is not None
+        about = {"kind": plan.kind, "chunk": plan.chunk, "cohort": plan.cohort, "tuned": tuned}
+        return about | {"machine": tune.machine(self.feed.mesh)}
+
+    def _restore(self, done: int, tree: dict[str, Any]) -> None:
+        self.done = done
         self.server = _place(checkpoint.unpack(self.server, tree["server"] or {}, "server state"), self.feed.mesh)
         saved = tree["states"] or {}
         if self.host_states:
@@ -350,6 +374,13 @@ class _Run:
         self.steps, self.masked, self.imbalance = int(load["steps"]), int(load["masked"]), float(load["imbalance"])
 
     # -- rounds
+
+    def rehearse(self, number: int) -> None:
+        """The first ``number`` rounds as they will be run, for the clock alone: what comes out is nobody's."""
+        self.done, self.rounds, self.logs = 0, number, []
+        with contextlib.closing(self._portions()) as portions:
+            for portion in portions:
+                self._advance(portion)
 
     def _until(self, round_: int) -> int:
         """The next round at which the host has something to do."""
@@ -442,7 +473,7 @@ class _Run:
             raise MemoryError(
                 f"out of device memory in round {self.done + 1} with one client at a time: a smaller model or batch "
                 "size, data_in = 'host' or states_in = 'host' needs less, more devices have more; the device said: "
-                + next(line for line in said.splitlines() if EXHAUSTED in line).strip()
+                + next(line for line in said.splitlines() if tune.EXHAUSTED in line).strip()
             )
         if hosts.several():  # the others wait in the middle of this round: they cannot change their plan with us
             raise MemoryError(
@@ -484,7 +515,7 @@ class _Run:
                     self._advance(portion)
                     said = None
                 except (jax.errors.JaxRuntimeError, ValueError) as error:  # which one depends on the way of dispatch
-                    if EXHAUSTED not in str(error):
+                    if not tune.exhausted(error):
                         raise hosts.lost(error) if hosts.several() else error from error
                     said = str(error)
                 # out of the handler, where the error no longer holds the arrays of the failed call
@@ -510,6 +541,7 @@ class _Run:
             self.masked / max(self.steps + self.masked, 1),
             self.imbalance / max(self.done, 1),
             self.done,
+            self.tuning,
         )
         server, states = hosts.local(self.server), states if self.host_states else hosts.local(states)
         return Result(self.alg.params(server), server, states, _join(self.logs), _stack(self.evaluations), info)
