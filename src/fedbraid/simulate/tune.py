@@ -419,7 +419,7 @@ def decide(
     if chunk == "auto":
         return base, None
     if job.program is None:
-        _say("chunk = 'tuned' is taken as 'auto': inside jax.vmap, jit or grad rounds cannot be timed before they run")
+        _say("chunk = 'tuned' is taken as 'auto': inside jax.vmap or jax.jit rounds cannot be timed")
         return base, None
     need, cpu = client_bytes(job.alg, job.params, job.split), job.mesh.local_devices[0].platform == "cpu"
     plans, start = candidates(job.kind, base, cpu=cpu, most=most_clients(need, job.mesh))
