@@ -9,7 +9,7 @@ demo: $(VENV)/core.stamp ## install what is needed and train the embedded defaul
 	$(BIN)/fedbraid run --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 
 test: lint types ## lint, type-check, test
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -1,10 +1,29 @@
-"""What all tests share: four host devices, a compilation cache, and float64 on request."""
+"""What all tests share: four host devices, a compilation cache, float64 on request, and who runs what beside whom."""
 
+import importlib.util
+import mmap
 import os
+import re
+from pathlib import Path
 
 # four devices on any machine; tests compile far more than they compute, so let the compiler do less
 FLAGS = "force_host_platform_device_count=4 backend_optimization_level=0 llvm_disable_expensive_passes=true"
-os.environ.setdefault("XLA_FLAGS", " ".join(f"--xla_{flag}" for flag in FLAGS.split()))
+# the older code generator takes half the time to compile; `fedbraid run` as users run it is tested with the default one
+CHEAPER = "cpu_use_fusion_emitters=false cpu_parallel_codegen_split_count=1"
+
+
+def known(flags: str) -> list[str]:
+    """Those that this jaxlib has: an unknown one in XLA_FLAGS ends the process."""
+    found = importlib.util.find_spec("jaxlib")
+    assert found is not None
+    assert found.origin is not None
+    largest = max(Path(found.origin).parent.glob("*.so"), key=lambda place: place.stat().st_size)
+    with largest.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
+        return [flag for flag in flags.split() if library.find(f"xla_{flag.partition('=')[0]}".encode()) >= 0]
+
+
+if "XLA_FLAGS" not in os.environ:
+    os.environ["XLA_FLAGS"] = " ".join(f"--xla_{flag}" for flag in [*FLAGS.split(), *known(CHEAPER)])
 
 import jax
 import pytest
@@ -12,7 +31,7 @@ from hypothesis import settings
 
 # the same tiny programs are compiled again and again by many tests: share them, within the run and between runs
 jax.config.update("jax_compilation_cache_dir", os.environ.get("FEDBRAID_TEST_CACHE", ".pytest_cache/jax"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # the same examples in every run, so that a failure is of the change at hand; HYPOTHESIS_PROFILE=random looks further
@@ -26,3 +45,25 @@ def x64():
     """Float64 for the length of one test."""
     with jax.enable_x64(True):
         yield
+
+
+ROW = re.compile(r"tests/(?:test_laws|flower/test_zoo)\.py::.*\[([\w:]+)\]$")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With ``-n``: a file is one worker's, for what its tests share is made once; of the zoo, a row is."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Sharing(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            row = ROW.search(nodeid)
+            return row[1] if row else nodeid.partition("::")[0]
+
+    config.option.loadscopereorder = False  # see pytest_collection_modifyitems
+    return Sharing(config, log)
+
+
+def pytest_collection_modifyitems(items):
+    """Rehearsals first: they mostly wait, while the other worker computes. Rows last: they are small and many."""
+    items.sort(key=lambda item: (not item.path.match("flower/test_rehearsal.py"), bool(ROW.search(item.nodeid))))

@@ -21,7 +21,7 @@ RAGGED = {"batch_size": 2, "epochs": 1}  # batches that do not divide any client
 WHOLE = {"batch_size": None, "steps": 2}  # no randomness
 LOSSY = bernoulli(0.5)
 ROUNDS, COHORT = 4, 2
-every_row = pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ROWS])
+every_row = pytest.mark.parametrize("name", list(ROWS))
 
 pytestmark = pytest.mark.usefixtures("x64")
 

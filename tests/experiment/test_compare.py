@@ -15,8 +15,6 @@ from fedbraid.experiment.report import collect, page_data
 from fedbraid.experiment.runfolder import read_clients, read_metrics
 from fedbraid.experiment.trials import read_trials
 
-pytestmark = pytest.mark.xdist_group("compare")
-
 TOML = """
 rounds = 6
 cohort = 4

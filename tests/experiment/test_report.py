@@ -72,9 +72,6 @@ def a_sweep(folder):
     return folder
 
 
-pytestmark = pytest.mark.xdist_group("report")  # what they share is made once
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")

@@ -17,7 +17,6 @@ from fedbraid.experiment import ConfigError, build, load_config
 from fedbraid.experiment.config import dump
 from fedbraid.experiment.runfolder import read_metrics
 
-pytestmark = pytest.mark.xdist_group("run")  # one uninterrupted run serves all of them
 SMALL = ("rounds=40", "cohort=5", "model.hidden=[8]", "data.clients=10", "evaluation.every=10", "checkpoint.every=2")
 
 

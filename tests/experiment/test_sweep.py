@@ -16,7 +16,6 @@ from fedbraid.experiment.many import Together, traceable, with_values
 from fedbraid.experiment.sweep import Lab, Tuning, hold_out_validation, run_sweep, tune
 from fedbraid.experiment.trials import Criterion, Trials, best_point, read_trials
 
-pytestmark = pytest.mark.xdist_group("sweep")  # compiled programs are shared through the cache
 RATE = "algorithm.client_lr"
 SMALL = ("rounds=6", "cohort=4", "model.name=softmax_regression", "data.clients=8", "evaluation.every=2")
 NAN = 1e38  # a rate whose first step overflows

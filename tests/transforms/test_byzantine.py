@@ -26,9 +26,6 @@ RULES = {
 FACTORS = (100.0, -10.0, -1.0)
 
 
-pytestmark = pytest.mark.xdist_group("byzantine")  # what they share is made once
-
-
 @pytest.fixture(scope="module")
 def accuracy():
     """Test accuracy by (rule, factor), all in one program: the rule is a number, like the factor and the bound."""
