@@ -250,30 +250,26 @@ def test_under_a_transformation_it_is_auto(cache):
 
 
 def test_a_resumed_run_keeps_its_plan(monkeypatch, tmp_path, cache):
-    job, options = (counting(), jnp.float64(2.0), clients()), {"rounds": 4, "devices": 1}
-    saves = {"checkpoints": Checkpoints(tmp_path / "saved", 1)}
-    goes_on = {"checkpoints": Checkpoints(tmp_path / "saved", 1, resume=True)}
-    seconds = {"sequential": 0.003, "chunks of 2": 0.001, "chunks of 3": 0.002, "chunks of 5": 0.004}
-    asked = clock(monkeypatch, seconds)
-    stop = {"on_progress": lambda progress: progress.round == 2}
-    assert quietly(*job, chunk="tuned", **saves, **stop, **options)[0].info.stopped_at == 2
-    whole, _ = quietly(*job, chunk="tuned", **options)
+    asked = clock(monkeypatch, {"sequential": 0.003, "chunks of 2": 0.001, "chunks of 3": 0.002, "chunks of 5": 0.004})
+
+    def run(chunk, folder, *, until=4, resume=False):
+        options = {"checkpoints": Checkpoints(tmp_path / folder, 1, resume), "rounds": 4, "devices": 1}
+        stop = lambda progress: progress.round == until  # noqa: E731
+        return quietly(counting(), jnp.float64(2.0), clients(), chunk=chunk, on_progress=stop, **options)
+
+    assert run("auto", "rule", until=2)[0].info.plan.kind == "sequential"
+    assert run("tuned", "tuned", until=2)[0].info.plan.chunk == 2
+    # one that was by rule stays as it was, whatever was remembered since, until it is asked to be tuned
+    by_rule, _ = run("auto", "rule", until=3, resume=True)
+    assert (by_rule.info.plan.kind, by_rule.info.tuning) == ("sequential", None)
+    assert run("tuned", "rule", resume=True)[0].info.plan.chunk == 2
     cache.unlink()  # the checkpoint knows
     del asked[:]
-    resumed, said = quietly(*job, chunk="tuned", **goes_on, **options)
+    resumed, said = run("tuned", "tuned", resume=True)
     assert (resumed.info.plan.chunk, resumed.info.tuning.how, asked, said) == (2, "resumed", [], [])
+    whole = simulate(counting(), jnp.float64(2.0), clients(), rounds=4, devices=1, plan="chunks", chunk=2)
     for ours, theirs in zip(*map(jax.tree.leaves, (resumed.params, whole.params)), strict=True):
         assert np.array_equal(ours, theirs)  # the same bits
-
-    # one that was by rule is tuned when it is asked to be, and stays as it was when it is not
-    saves = {"checkpoints": Checkpoints(tmp_path / "rule", 1)}
-    goes_on = {"checkpoints": Checkpoints(tmp_path / "rule", 1, resume=True)}
-    simulate(*job, **saves, **stop, **options)
-    stop = {"on_progress": lambda progress: progress.round == 3}
-    assert quietly(*job, chunk="tuned", **options)[0].info.plan.chunk == 2  # remembered since
-    resumed = simulate(*job, **goes_on, **stop, **options)
-    assert (resumed.info.plan.kind, resumed.info.tuning) == ("sequential", None)
-    assert quietly(*job, chunk="tuned", **goes_on, **options)[0].info.plan.chunk == 2
 
 
 # --- what is the same job ---------------------------------------------------------------------------------------------
