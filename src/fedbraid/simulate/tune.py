@@ -48,7 +48,7 @@ __all__ = ["Job", "Record", "Tuning", "cache_folder", "decide", "exhausted", "fo
 FILE, FORMAT = "plans.json", 1
 MOST = 500  # remembered jobs; the oldest go
 SPAN = 0.1  # seconds that a timing should take at least
-LONG = 2.0  # seconds of a timing that is not repeated
+LONG = 1.0  # seconds of a timing that need not be repeated
 REPEATS = 4  # timings of a candidate; the shortest counts, because whatever else the machine does only adds
 PATIENCE = 2  # candidates in a row that are no faster end the search: two clients at a time may lose where four win
 STREAMED = 8  # rounds of streamed data in a timing at most
@@ -324,7 +324,7 @@ def candidates(kind: str, base: Plan, *, cpu: bool, most: int | None) -> tuple[l
 def search(plans: Sequence[Plan], start: int, measure: Callable[[Plan], float | None]) -> dict[Plan, float | None]:
     """Seconds of a round by plan: from ``start`` up until plans get slower or too large; if none was faster, down.
 
-    The two fastest are measured once more, in turn: what disturbed one of them before has gone, or disturbs both.
+    The two fastest are measured again, in turn: what disturbed one of them before has gone, or disturbs both.
     """
     times: dict[Plan, float | None] = {}
 
@@ -345,7 +345,7 @@ def search(plans: Sequence[Plan], start: int, measure: Callable[[Plan], float | 
     if fastest(times) in (None, plans[start]):
         walk(plans[:start][::-1])
     finalists = sorted((p for p, t in times.items() if t is not None), key=lambda p: cast(float, times[p]))[:2]
-    for plan in finalists if len(finalists) > 1 else []:
+    for plan in finalists * 2 if len(finalists) > 1 else []:
         again = measure(plan)
         times[plan] = min(t for t in (times[plan], again) if t is not None)
     return times
@@ -475,8 +475,12 @@ def _names(plans: Sequence[Plan]) -> str:
 
 def _listed(seconds: Mapping[str, float | None]) -> str:
     """What every candidate took, for a sentence."""
-    each = [f"{name} {'out of memory' if t is None else f'{1e3 * t:.3g} ms'}" for name, t in seconds.items()]
+    each = [f"{name} {'out of memory' if t is None else _span(t)}" for name, t in seconds.items()]
     return f" (a round: {', '.join(each)})" if each else ""
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _say(sentence: str) -> None:
