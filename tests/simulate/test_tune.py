@@ -229,6 +229,13 @@ def test_what_does_not_fit_is_passed_over(monkeypatch):
     assert tuned.info.plan.chunk <= 2
 
 
+def test_a_choice_of_one_is_not_timed(monkeypatch, cache):
+    asked = clock(monkeypatch, {})
+    result, said = quietly(counting(), jnp.float64(2.0), clients(), rounds=3, cohort=2, devices=2, chunk="tuned")
+    assert (result.info.plan.kind, result.info.tuning, asked) == ("sequential", None, [])
+    assert said == ["chunk = 'tuned': sequential, the only plan for 2 clients on 2 devices"]
+
+
 def test_less_room_than_then_halves_what_is_remembered(monkeypatch):
     record = tune.Record("chunks", 20, {}, 1000, "")
     base, mesh = Plan("sequential", 1, 30, 1), client_mesh(1)

@@ -164,10 +164,10 @@ def simulate(
     engines: dict[Plan, Engine] = {}
 
     def program(plan: Plan) -> Engine:
-        if plan not in engines:
-            options = {"arrival": arrival, "local": stream, "convolutions": convolutions, "precision": precision}
-            engines[plan] = make_engine(alg, plan, mesh, cap=cap, population=population, **options)
-        return engines[plan]
+        if plan in engines:
+            return engines.pop(plan)
+        options = {"arrival": arrival, "local": stream, "convolutions": convolutions, "precision": precision}
+        return make_engine(alg, plan, mesh, cap=cap, population=population, **options)
 
     most = min(rounds, tune.STREAMED if stream else WINDOW)
 
@@ -175,6 +175,7 @@ def simulate(
         if not stream:
             feed.resident_arrays()  # once for all plans
         run = _Run(alg, feed.with_plan(plan), program, traffic, rounds, seed, None, None)
+        engines[plan] = run.engine  # compiled once, for whoever runs it next
         run.start(params, on_host, None)
         run.feed.reserve(range(most))  # so that every rehearsal is one program
         return run.rehearse
@@ -186,8 +187,8 @@ def simulate(
         job = tune.Job(alg, params, split, mesh, plan, size, stream, on_host, arrival, convolutions, precision)
         chosen, tuning = kept or tune.decide(chunk, base, job, stage, most)
         feed = feed.with_plan(chosen)
-        for plan_ in engines.keys() - {chosen}:
-            del engines[plan_]
+        for other in engines.keys() - {chosen}:
+            del engines[other]
     run = _Run(alg, feed, program, traffic, rounds, seed, checkpoints, on_progress, tuning)
     if metrics is not None:
         if federated.test is None:
@@ -195,6 +196,7 @@ def simulate(
         run.evaluate = evaluator(fast_convolutions(metrics) if convolutions == "fast" else metrics, federated.test)
         run.eval_every = rounds if eval_every is None else eval_every
     run.start(params, on_host, folder, saved)
+    del saved  # a copy of all states: not for the length of the run
     return run.go()
 
 

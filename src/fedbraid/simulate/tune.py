@@ -211,7 +211,7 @@ def _digest(value: Any) -> str:
 def cache_folder() -> Path:
     """Where measurements are kept between runs; ``FEDBRAID_CACHE`` moves it."""
     if given := os.environ.get("FEDBRAID_CACHE"):
-        return Path(given)
+        return Path(given).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedbraid"
 
 
@@ -423,11 +423,14 @@ def decide(
         return base, None
     need, cpu = client_bytes(job.alg, job.params, job.split), job.mesh.local_devices[0].platform == "cpu"
     plans, start = candidates(job.kind, base, cpu=cpu, most=most_clients(need, job.mesh))
+    if len(plans) == 1:
+        _say(f"chunk = 'tuned': {words(plans[0])}, the only plan for {base.cohort} clients on {base.devices} devices")
+        return plans[0], None
     _say(f"chunk = 'tuned': timing the first rounds under {_names(plans)}; the fastest is remembered")
     times = search(plans, start, Meter(stage, most))
     plan = fastest(times) or base
     seconds = {words(p): t for p, t in times.items()}
-    when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
+    when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     if hosts.is_first() and fastest(times):
         where = remember(job, Record(plan.kind, plan.chunk, seconds, need, when))
         _say(f"chunk = 'tuned': {words(plan)}, the fastest{_listed(seconds)}; {where}")
