@@ -1,4 +1,5 @@
 PYTHON ?= python3
+WORKERS ?= 2
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
@@ -9,7 +10,7 @@ demo: $(VENV)/core.stamp ## install what is needed and train the embedded defaul
 	$(BIN)/fedbraid run --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 
 test: lint types ## lint, type-check, test
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

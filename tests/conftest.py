@@ -1,5 +1,6 @@
 """What all tests share: four host devices, a compilation cache, float64 on request, and who runs what beside whom."""
 
+import gc
 import importlib.util
 import mmap
 import os
@@ -17,11 +18,12 @@ def known(flags: str) -> list[str]:
     found = importlib.util.find_spec("jaxlib")
     assert found is not None
     assert found.origin is not None
-    largest = max(Path(found.origin).parent.glob("*.so"), key=lambda place: place.stat().st_size)
+    largest = max(Path(found.origin).parent.iterdir(), key=lambda place: place.stat().st_size)
     with largest.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
         return [flag for flag in flags.split() if library.find(f"xla_{flag.partition('=')[0]}".encode()) >= 0]
 
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's threads wait for each other where workers share the cores
 if "XLA_FLAGS" not in os.environ:
     os.environ["XLA_FLAGS"] = " ".join(f"--xla_{flag}" for flag in [*FLAGS.split(), *known(CHEAPER)])
 
@@ -67,3 +69,9 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_collection_modifyitems(items):
     """Rehearsals first: they mostly wait, while the other worker computes. Rows last: they are small and many."""
     items.sort(key=lambda item: (not item.path.match("flower/test_rehearsal.py"), bool(ROW.search(item.nodeid))))
+
+
+def pytest_collection_finish():
+    """What is imported by now stays to the end: no garbage collection need look at it again."""
+    gc.collect()
+    gc.freeze()
