@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
+from fedbraid.cli.main import make_app
 from fedbraid.experiment import ConfigError, build, load_config
 from fedbraid.experiment.config import dump
 from fedbraid.experiment.runfolder import read_metrics
@@ -182,8 +184,8 @@ def test_dumped_configs_load_to_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["algorithms", "datasets", "models"])
-def test_list_says_what_can_be_named(env, kind):
-    listed = json.loads(fedbraid(env, "list", kind, "--json").stdout)[kind]
+def test_list_says_what_can_be_named(kind):
+    listed = json.loads(CliRunner().invoke(make_app(), ["list", kind, "--json"]).stdout)[kind]
     names = [entry["name"] for entry in listed]
     assert {"algorithms": "fedavg", "datasets": "digits", "models": "mlp"}[kind] in names
     assert all(entry["about"] for entry in listed)
