@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedbraid.models import kernels
 from fedbraid.models.model import check_sizes
 from fedbraid.models.winograd import TILE, conv_blocks, from_blocks, to_blocks
 
@@ -74,7 +75,8 @@ def conv2d(
 
     XLA's own convolution is slow in the two places a federated simulation uses it: on a CPU inside a loop (one client
     after the other), and with per-client kernels under ``vmap`` (a grouped convolution). This one is a matrix product
-    in both: Winograd's for 3x3 kernels of stride 1 on a CPU, patches times kernel (im2col) for the rest.
+    in both: Winograd's for 3x3 kernels of stride 1 on a CPU, patches times kernel (im2col) for the rest. On NVIDIA's
+    GPUs patches are gathered inside of one kernel and never written to memory.
 
     Args:
         x: images, channels last.
@@ -92,12 +94,27 @@ def conv2d(
     if x.ndim != 4 or x.shape[-1] != c:
         raise ValueError(f"conv2d takes images [B, H, W, {c}] for a kernel of shape {kernel.shape}, got {x.shape}")
     strides = (stride, stride) if isinstance(stride, int) else (stride[0], stride[1])
-    x = pad_images(x, (kh, kw), strides, padding)
-    b, (h, w) = x.shape[0], _window_counts(x, (kh, kw), strides)
+    pads = paddings(x.shape[1:3], (kh, kw), strides, padding)
+    b, (h, w) = x.shape[0], _window_counts(x, (kh, kw), strides, pads)
+    if has_kernel(x, kernel, precision):
+        from fedbraid.models.kernels.convolution import Geometry, convolve
+
+        (top, _), (left, _) = pads
+        return convolve(x, kernel, Geometry((kh, kw), strides, low=(top, left), out=(h, w)))
+    x = jnp.pad(x, ((0, 0), *pads, (0, 0))) if any(map(any, pads)) else x
     if strides == (1, 1) and (kh, kw) == (3, 3) and winograd_pays(b, h, w, c, x.dtype):
         return from_blocks(conv_blocks(to_blocks(x), kernel), h, w)
     columns = patches(x, (kh, kw), strides).reshape(b * h * w, kh * kw * c)
     return jnp.matmul(columns, kernel.reshape(kh * kw * c, out), precision=precision).reshape(b, h, w, out)
+
+
+def has_kernel(x: Array | jax.ShapeDtypeStruct, kernel: Array | jax.ShapeDtypeStruct, precision=None) -> bool:
+    """Whether a convolution is one kernel of this library: on NVIDIA's GPUs, in float32."""
+    if precision is not None or not kernels.available():
+        return False
+    from fedbraid.models.kernels.convolution import pays
+
+    return pays(x, kernel)
 
 
 def winograd_pays(b: int, h: int, w: int, channels: int, dtype) -> bool:
@@ -125,29 +142,30 @@ def patches(x: Array, window: tuple[int, int], strides: tuple[int, int] = (1, 1)
     return taps[0] if len(taps) == 1 else jnp.concatenate(taps, axis=-1)
 
 
-def _window_counts(x: Array, window: tuple[int, int], strides: tuple[int, int]) -> tuple[int, int]:
-    h, w = ((x.shape[1 + axis] - window[axis]) // strides[axis] + 1 for axis in (0, 1))
+Pads = tuple[tuple[int, int], tuple[int, int]]
+
+
+def _window_counts(x: Array, window: tuple[int, int], strides: tuple[int, int], pads: Pads = ((0, 0), (0, 0))) -> tuple:
+    sizes = [x.shape[1 + axis] + sum(pads[axis]) for axis in (0, 1)]
+    h, w = ((sizes[axis] - window[axis]) // strides[axis] + 1 for axis in (0, 1))
     if min(h, w) < 1:
-        raise ValueError(f"a window of {window[0]} x {window[1]} does not fit images of {x.shape[1]} x {x.shape[2]}")
+        raise ValueError(f"a window of {window[0]} x {window[1]} does not fit images of {sizes[0]} x {sizes[1]}")
     return h, w
 
 
-def pad_images(x: Array, window: tuple[int, int], strides: tuple[int, int], padding: Padding) -> Array:
-    """[B, H, W, C] with the zeros that ``padding`` asks for."""
+def paddings(sizes: Sequence[int], window: tuple[int, int], strides: tuple[int, int], padding: Padding) -> Pads:
+    """The zeros that ``padding`` asks for, in front of and behind each axis of images of ``sizes``."""
     if padding == "VALID":
-        return x
+        return (0, 0), (0, 0)
     if padding == "SAME":
-        pads = []
-        for size, k, stride in zip(x.shape[1:3], window, strides, strict=True):
-            short = max((-(-size // stride) - 1) * stride + k - size, 0)
-            pads.append((short // 2, short - short // 2))
-    elif isinstance(padding, int):
-        pads = [(padding, padding)] * 2
-    elif isinstance(padding, str):
+        short = [max((-(-size // s) - 1) * s + k - size, 0) for size, k, s in zip(sizes, window, strides, strict=True)]
+        return (short[0] // 2, short[0] - short[0] // 2), (short[1] // 2, short[1] - short[1] // 2)
+    if isinstance(padding, int):
+        return (padding, padding), (padding, padding)
+    if isinstance(padding, str):
         raise ValueError(f"padding must be 'VALID', 'SAME', a number or two pairs of numbers, got {padding!r}")
-    else:
-        pads = [tuple(pair) for pair in padding]
-    return jnp.pad(x, ((0, 0), *pads, (0, 0))) if any(map(any, pads)) else x
+    (top, bottom), (left, right) = padding
+    return (top, bottom), (left, right)
 
 
 def max_pool(x: Array, window: int = 2) -> Array:

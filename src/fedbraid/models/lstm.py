@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from fedbraid.core import check_choice
+from fedbraid.models import kernels
 from fedbraid.models.layers import dense, dense_init, glorot_uniform
 from fedbraid.models.model import Array, Model, check_sizes, score_tokens, supervised
-from fedbraid.models.transposable import linear
+from fedbraid.models.transposable import computed_by, linear
 
 PADDING = 0
 Compute = Literal["float32", "bfloat16"]
@@ -126,7 +127,18 @@ def _times(x: Array, u: Array) -> Array:
 
 def _states(inputs: Array, u: Array) -> tuple[Array, Array, Array]:
     """States h, cells c [T, B, hidden] and gates after activation [T, B, 4 hidden] in the order i, f, g, o."""
+    if not _has_kernels(inputs):
+        return _states_loop(inputs, u)
+    from fedbraid.models.kernels import recurrence
 
+    return computed_by(recurrence.states, _states_loop)(inputs, u)
+
+
+def _has_kernels(x: Array) -> bool:
+    return kernels.available() and x.dtype == jnp.float32
+
+
+def _states_loop(inputs: Array, u: Array) -> tuple[Array, Array, Array]:
     def step(carry, gates):
         h, c = carry
         i, f, g, o = jnp.split(gates + _times(h, u), 4, axis=-1)
@@ -171,6 +183,14 @@ def _tangent(residuals: tuple[Array, ...], entering: Array) -> Array:
 def _cotangent(residuals: tuple[Array, ...], dh: Array) -> Array:
     """The transpose of `_tangent`: from the states back to the gates before activation."""
     u, c, gates = residuals
+    if not _has_kernels(dh):
+        return _cotangent_loop(u, c, gates, dh)
+    from fedbraid.models.kernels import recurrence
+
+    return computed_by(recurrence.cotangent, _cotangent_loop)(u, c, gates, dh)
+
+
+def _cotangent_loop(u: Array, c: Array, gates: Array, dh: Array) -> Array:
     columns = u.T
 
     def step(carry, at):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from fedbraid.models.convolution import MOST_SLICES, convolve, outputs
-from fedbraid.models.layers import conv2d, window_max
+from fedbraid.models.layers import conv2d, has_kernel, window_max
 
 _native: ContextVar[bool] = ContextVar("native", default=False)
 _MARK = "_convolutions_are_fast"
@@ -99,9 +99,7 @@ def _explained(jaxpr: Jaxpr) -> list[str]:
         shapes: list[Any] = [atom.aval for atom in equation.invars]
         if name == "conv_general_dilated":
             x, kernel = shapes
-            reason = _why_not(equation.params, x, kernel)
-            how = "matrix products" if reason is None else f"left to XLA: {reason}"
-            lines.append(f"convolution of {x.shape} with {kernel.shape}: {how}")
+            lines.append(f"convolution of {x.shape} with {kernel.shape}: {_how(equation.params, x, kernel)}")
         elif name == "reduce_window_max":
             how = "slices" if _side_by_side(equation.params, shapes[0]) else "left to XLA: its windows overlap"
             lines.append(f"max pool of {shapes[0].shape}: {how}")
@@ -110,6 +108,17 @@ def _explained(jaxpr: Jaxpr) -> list[str]:
         else:
             lines += [line for v in equation.params.values() for inner in _jaxprs(v) for line in _explained(inner)]
     return lines
+
+
+def _how(params: dict[str, Any], x, kernel) -> str:
+    """How a convolution runs."""
+    reason = _why_not(params, x, kernel)
+    if reason is not None:
+        return f"left to XLA: {reason}"
+    o, i, *window = (kernel.shape[axis] for axis in params["dimension_numbers"].rhs_spec)
+    last = jax.ShapeDtypeStruct((*window, i, o), kernel.dtype)
+    alone = _is_conv2d(params, last) and has_kernel(x, last, params["precision"])
+    return "one kernel, which gathers its patches itself" if alone else "matrix products"
 
 
 def _has_targets(jaxpr: Jaxpr) -> bool:
@@ -197,7 +206,7 @@ def _convolution(params: dict[str, Any], x, kernel):
     (n, c, *xs), (o, i, *ks), (out_n, out_c, *outs) = spec.lhs_spec, spec.rhs_spec, spec.out_spec
     x, kernel = x.transpose(n, *xs, c), kernel.transpose(*ks, i, o)
     strides, padding, precision = params["window_strides"], params["padding"], params["precision"]
-    if _plain(params) and max(kernel.shape[:-2]) <= 7:
+    if _is_conv2d(params, kernel):
         y = conv2d(x, kernel, stride=(strides[0], strides[1]), padding=padding, precision=precision)
     else:
         y = convolve(
@@ -217,10 +226,11 @@ def _convolution(params: dict[str, Any], x, kernel):
     return y.transpose(order)
 
 
-def _plain(params: dict[str, Any]) -> bool:
-    """Whether it is one that `conv2d` knows, and so may do by tiles: 2-D, no groups, no dilation."""
+def _is_conv2d(params: dict[str, Any], kernel) -> bool:
+    """Whether it is one that `conv2d` knows, and so may do by tiles: 2-D, a small window, no groups, no dilation."""
     return (
         len(params["window_strides"]) == 2
+        and max(kernel.shape[:-2]) <= 7
         and params["feature_group_count"] == params["batch_group_count"] == 1
         and set(params["lhs_dilation"]) | set(params["rhs_dilation"]) == {1}
         and min(min(pair) for pair in params["padding"]) >= 0

@@ -1,0 +1,171 @@
+"""Kernels for GPUs, played on the host against XLA's own operations, and lowered for a GPU that is not there."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import export, lax
+
+from fedbraid import models
+from fedbraid.models import kernels, layers, lstm
+from fedbraid.models.kernels import convolution, recurrence
+from fedbraid.models.kernels.convolution import Geometry, convolve
+from fedbraid.models.rewrite import explain
+
+
+def _normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def _xla(stride, pads):
+    return lambda x, w: lax.conv_general_dilated(x, w, stride, pads, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def _close(ours, theirs):
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.shape == b.shape
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(1.0, float(jnp.abs(b).max())))
+
+
+def _compare(x, w, stride, pads):
+    """Output, both gradients and a tangent of a convolution, ours and XLA's."""
+    theirs = _xla(stride, pads)
+    out, back = jax.vjp(theirs, x, w)
+    geometry = Geometry(w.shape[:2], stride, low=(pads[0][0], pads[1][0]), out=out.shape[1:3])
+
+    def ours(x, w):
+        return convolve(x, w, geometry)
+
+    cotangent, dx, dw = _normal(2, *out.shape), _normal(3, *x.shape), _normal(4, *w.shape)
+    mine, my_back = jax.vjp(ours, x, w)
+    _close((mine, my_back(cotangent)), (out, back(cotangent)))
+    _close(jax.jvp(ours, (x, w), (dx, dw))[1], jax.jvp(theirs, (x, w), (dx, dw))[1])
+
+
+@given(st.data())
+@settings(max_examples=5, deadline=None)
+def test_a_convolution_and_its_gradients_are_xlas(data):
+    draw = data.draw
+    channels, out = draw(st.sampled_from([1, 3, 16, 20, 32])), draw(st.sampled_from([1, 5, 16, 33]))
+    window = draw(st.tuples(st.integers(1, 4), st.integers(1, 4)))
+    stride = draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
+    pads = draw(st.tuples(*[st.tuples(st.integers(0, 2), st.integers(0, 2))] * 2))
+    size = draw(st.tuples(st.integers(4, 9), st.integers(4, 9)))
+    x, w = _normal(0, draw(st.integers(1, 3)), *size, channels), _normal(1, *window, channels, out)
+    _compare(x, w, stride, pads)
+
+
+def test_more_positions_than_a_tile_and_more_outputs_than_a_block():
+    _compare(_normal(0, 2, 14, 13, 32), _normal(1, 3, 3, 32, 70), (1, 1), ((0, 0), (1, 1)))
+
+
+def test_each_client_has_its_own_kernel():
+    x, w = _normal(0, 3, 2, 6, 6, 16), _normal(1, 3, 3, 3, 16, 8)
+    geometry = Geometry((3, 3), out=(4, 4))
+
+    def gradients(function):
+        return jax.grad(lambda x, w: (jax.vmap(function)(x, w) ** 2).sum(), (0, 1))(x, w)
+
+    _close(gradients(lambda x, w: convolve(x, w, geometry)), gradients(_xla((1, 1), ((0, 0), (0, 0)))))
+
+
+def test_second_derivatives():
+    x, w = _normal(0, 1, 5, 5, 2), _normal(1, 3, 3, 2, 3)
+    geometry = Geometry((3, 3), out=(3, 3))
+
+    def hessian_product(function):
+        gradient = jax.grad(lambda x, w: jnp.sin(function(x, w)).sum(), (0, 1))
+        return jax.jvp(gradient, (x, w), (_normal(2, *x.shape), _normal(3, *w.shape)))[1]
+
+    _close(hessian_product(lambda x, w: convolve(x, w, geometry)), hessian_product(_xla((1, 1), ((0, 0), (0, 0)))))
+
+
+@pytest.mark.parametrize(("batch", "hidden", "length"), [(3, 8, 5), (10, 70, 9)])
+def test_lstm_states_and_cotangents_are_those_of_the_loop(batch, hidden, length):
+    inputs, u = _normal(0, 2, length, batch, 4 * hidden), 0.3 * _normal(1, 2, hidden, 4 * hidden)
+    h, c, gates = states = jax.vmap(lstm._states_loop)(inputs, u)
+    _close(jax.vmap(recurrence.states)(inputs, u), states)
+    dh = _normal(2, *h.shape)
+    _close(jax.vmap(recurrence.cotangent)(u, c, gates, dh), jax.vmap(lstm._cotangent_loop)(u, c, gates, dh))
+
+
+def test_rounded_weights_are_summed_in_float32():
+    inputs, u = _normal(0, 4, 3, 4 * 16), 0.3 * _normal(1, 16, 4 * 16).astype(jnp.bfloat16)
+    _close(recurrence.states(inputs, u), lstm._states_loop(inputs, u))
+
+
+@pytest.fixture
+def as_if_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(kernels, "available", lambda: True)  # those who ask take kernels, which are still interpreted
+
+
+@pytest.mark.parametrize("name", ["emnist_cnn", "char_lstm"])
+def test_a_model_has_the_same_loss_and_gradient_with_kernels(name, as_if_on_a_gpu, monkeypatch):
+    rng = np.random.default_rng(0)
+    if name == "emnist_cnn":
+        model = models.emnist_cnn(3, image=(8, 9, 2), dropout=False)
+        batch = {"x": _normal(0, 2, 8, 9, 2), "y": jnp.asarray([0, 2]), "mask": jnp.ones(2)}
+    else:
+        model = models.char_lstm(7, layers=2, hidden=8, embed=4)
+        text = jnp.asarray(rng.integers(1, 7, (3, 6)))
+        batch = {"x": text[:, :-1], "y": text[:, 1:], "mask": jnp.ones(3)}
+    params = model.init(jax.random.key(0))
+
+    def both():
+        return jax.jit(jax.value_and_grad(lambda p: model.loss(p, batch, None)))(params)
+
+    ours = both()
+    monkeypatch.setattr(kernels, "available", lambda: False)
+    _close(ours, both())
+
+
+def test_products_that_must_be_exact_or_have_many_channels_are_left_to_xla(as_if_on_a_gpu):
+    x, kernel = jnp.ones((1, 4, 4, 16)), jnp.ones((3, 3, 16, 16))
+    assert layers.has_kernel(x, kernel)
+    assert not layers.has_kernel(x, kernel, precision="highest")
+    assert not layers.has_kernel(x, jnp.ones((3, 3, 16, convolution.MOST_CHANNELS + 1)))
+    assert not layers.has_kernel(x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16))
+    with jax.default_matmul_precision("float32"):
+        assert not layers.has_kernel(x, kernel)
+
+
+def test_explain_says_so(as_if_on_a_gpu):
+    def run(x, w):
+        return lax.conv(x, w, (1, 1), "SAME")
+
+    x, w = jnp.ones((1, 4, 8, 8)), jnp.ones((16, 4, 3, 3))
+    assert explain(run, x, w)[0].endswith("(16, 4, 3, 3): one kernel, which gathers its patches itself")
+    assert "matrix products" in explain(run, x, jnp.ones((convolution.MOST_CHANNELS + 1, 4, 3, 3)))[0]
+
+
+def test_no_kernel_runs_on_a_cpu():
+    assert jax.default_backend() != "cpu" or not kernels.available()
+
+
+def test_kernels_lower_for_a_gpu(monkeypatch):
+    for module in (convolution, recurrence):
+        monkeypatch.setattr(module, "interpreted", lambda: False)
+    geometry = Geometry((3, 3), (2, 2), low=(1, 1), out=(4, 4))
+
+    def convolution_step(x, w):
+        return jax.grad(lambda x, w: (jax.vmap(lambda x, w: convolve(x, w, geometry))(x, w) ** 2).sum(), (0, 1))(x, w)
+
+    def lstm_step(inputs, u, dh):
+        _, c, gates = jax.vmap(recurrence.states)(inputs, u)
+        return jax.vmap(recurrence.cotangent)(u, c, gates, dh)
+
+    def shape(*sizes, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    programs = [
+        (convolution_step, (shape(2, 3, 8, 8, 32), shape(2, 3, 3, 32, 64))),
+        (lstm_step, (shape(2, 9, 4, 64), shape(2, 16, 64, dtype=jnp.bfloat16), shape(2, 9, 4, 16))),
+    ]
+    custom = [export.DisabledSafetyCheck.custom_call(name) for name in ("xla.gpu.triton", "__gpu$xla.gpu.triton")]
+    for program, shapes in programs:
+        exported = export.export(jax.jit(program), platforms=["cuda"], disabled_checks=custom)(*shapes)
+        assert "triton" in exported.mlir_module()
