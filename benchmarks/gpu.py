@@ -78,8 +78,8 @@ def cnn(sizes, cohort, **options) -> dict:
     return seconds_per_round(make, images(sizes), params=params, cohort=cohort, rounds=60, **options)
 
 
-def lstm(sizes, cohort, *, rates=None, rounds=60, **options) -> dict:
-    model = models.char_lstm(90)
+def lstm(sizes, cohort, *, rates=None, rounds=60, compute="float32", **options) -> dict:
+    model = models.char_lstm(90, compute=compute)
     params = model.init(jax.random.key(0))
     make = lambda lr: fb.fedavg(model.loss, client_lr=lr, batch_size=10, epochs=1)  # noqa: E731
     return seconds_per_round(make, texts(sizes), rates=rates, params=params, cohort=cohort, rounds=rounds, **options)
@@ -118,11 +118,15 @@ def measurements() -> dict:
     found = {"floors": floors}
     for lanes in (25, 34, 50, 100):
         found[f"cnn, {lanes} lanes"] = lambda w=lanes: cnn(same, 100, plan="lanes", chunk=w)
+    found["cnn, 100 lanes, bfloat16"] = lambda: cnn(same, 100, plan="lanes", chunk=100, precision="bfloat16")
     found["cnn, vmap"] = lambda: cnn(same, 100, plan="chunks", chunk=100)
     for lanes in (25, 34, 50):
         found[f"cnn-ragged, {lanes} lanes"] = lambda w=lanes: cnn(wide, 100, plan="lanes", chunk=w)
     found["cnn-ragged, vmap"] = lambda: cnn(wide, 100, plan="chunks", chunk=100)
     found["lstm, lanes"] = lambda: lstm(np.full(60, 30), 20, plan="lanes", chunk=20)
+    found["lstm, lanes, bfloat16"] = lambda: lstm(
+        np.full(60, 30), 20, plan="lanes", chunk=20, compute="bfloat16", precision="bfloat16"
+    )
     found["lstm, vmap"] = lambda: lstm(np.full(60, 30), 20, plan="chunks", chunk=20)
     for lanes in (5, 10):
         found[f"lstm-sweep, {lanes} lanes"] = lambda w=lanes: lstm(

@@ -93,6 +93,25 @@ def _gain(total: Tally, one: Tally, slot: Any, gather: bool) -> Tally:
     return Tally(put(total.combined, one.combined), put(total.weight, one.weight), *_add(total[2:], one[2:]))
 
 
+def _gain_many(total: Tally, few: Tally, slot: Any, real: Any, gather: bool) -> Tally:
+    """The tally with some more clients, those that are ``real``; slots beyond the last are nobody's."""
+    if gather:
+        put = partial(jax.tree.map, lambda all_, new: all_.at[slot].set(new, mode="drop"))
+        kept = put(total.combined, few.combined), put(total.weight, few.weight)
+        return Tally(*kept, *_add(total[2:], _total(_only(real, few[2:]))))
+    return _add(total, _total(_only(real, few)))
+
+
+def _only(real: Any, tree: PyTree) -> PyTree:
+    """Rows that are real, and zeros in the place of others."""
+    return jax.tree.map(lambda leaf: jnp.where(real.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, 0), tree)
+
+
+def _total(tree: PyTree) -> PyTree:
+    """Sums over rows; counts stay the integers that they are."""
+    return jax.tree.map(lambda leaf: leaf.sum(0, dtype=leaf.dtype), tree)
+
+
 def _sequential(run: Callable, gather: bool, slots: Slots, states: PyTree) -> tuple[Tally, PyTree]:
     """One client after the other; the number of clients and of each client's steps are dynamic."""
     shapes = jax.eval_shape(run, 0, jax.tree.map(lambda leaf: leaf[0], states))
@@ -116,23 +135,16 @@ def _chunks(run: Callable, gather: bool, chunk: int, slots: Slots, states: PyTre
         slot, state, used = xs
         outcome = jax.vmap(run)(slot, state)
 
-        def keep(leaf: Any) -> Any:
-            return jnp.where(used.reshape(chunk, *[1] * (leaf.ndim - 1)), leaf, jnp.zeros_like(leaf))
-
-        tally = jax.tree.map(keep, outcome.tally)
-        if not gather:
-            return carry, (jax.tree.map(lambda leaf: leaf.sum(0), tally), outcome.state)
-        sums = [jax.tree.map(lambda leaf: leaf.sum(0), part) for part in tally[2:]]
-        return carry, (Tally(tally.combined, tally.weight, *sums), outcome.state)
+        tally = _only(used.ravel(), outcome.tally)
+        if gather:
+            return carry, (Tally(tally.combined, tally.weight, *map(_total, tally[2:])), outcome.state)
+        return carry, (_total(tally), outcome.state)
 
     _, (tallies, states) = jax.lax.scan(one_chunk, None, (cut(jnp.arange(many)), cut(states), live))
     flat = partial(jax.tree.map, lambda leaf: leaf.reshape(many, *leaf.shape[2:]))
-    total = partial(jax.tree.map, lambda leaf: leaf.sum(0))
     if gather:
-        tally = Tally(flat(tallies.combined), flat(tallies.weight), *map(total, tallies[2:]))
-    else:
-        tally = Tally(*map(total, tallies))
-    return tally, flat(states)
+        return Tally(flat(tallies.combined), flat(tallies.weight), *map(_total, tallies[2:])), flat(states)
+    return _total(tallies), flat(states)
 
 
 class _Bench(NamedTuple):
@@ -175,7 +187,7 @@ def _fold_on_lanes(
         return jax.tree.map(lambda leaf: leaf[i], tree)
 
     def put(tree: PyTree, i: Any, new: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf, value: leaf.at[i].set(value), tree, new)
+        return jax.tree.map(lambda leaf, value: leaf.at[i].set(value, mode="drop"), tree, new)
 
     def work_key(slot: Any) -> Any:
         return address.client_key(bench.key, slots.ids[slot])
@@ -203,14 +215,15 @@ def _fold_on_lanes(
         lanes, states, gained = everything
         lane, slot, following = table.lane[e], table.slot[e], table.next[e]
         running, k, carry = jax.lax.fori_loop(0, table.wait[e], tick, lanes)
-        ended = at(carry, lane)
-        carry = put(carry, lane, begin(states, following))
+        ended = at(carry, jnp.minimum(lane, len(running) - 1))  # where fewer end together, some are read twice
+        carry = put(carry, lane, jax.vmap(partial(begin, states))(following))
+        real, known = slot < many, jnp.minimum(slot, many - 1)
         if last:
-            one = outcome(states, slot, ended)
-            states, gained = put(states, slot, one.state), _gain(gained, one.tally, slot, gather)
+            few = jax.vmap(partial(outcome, states))(known, ended)
+            states, gained = put(states, slot, few.state), _gain_many(gained, few.tally, slot, real, gather)
         else:
-            gained = put(gained, slot, result(states, slot, ended))
-        return (running.at[lane].set(following), k.at[lane].set(0), carry), states, gained
+            gained = put(gained, slot, jax.vmap(partial(result, states))(known, ended))
+        return (put(running, lane, following), put(k, lane, jnp.zeros_like(lane)), carry), states, gained
 
     many = len(slots.ids)
     lanes = (table.first, jnp.zeros_like(table.first), jax.vmap(partial(begin, states))(table.first))
@@ -220,7 +233,7 @@ def _fold_on_lanes(
     else:
         shapes = jax.eval_shape(result, *example)
         start = jax.tree.map(lambda s: jnp.zeros((many, *s.shape), s.dtype), shapes)
-    _, states, gained = jax.lax.fori_loop(0, slots.live[0], ending, (lanes, states, start))
+    _, states, gained = jax.lax.fori_loop(0, table.events[0], ending, (lanes, states, start))
     return gained, states
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 import warnings
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -63,14 +64,22 @@ class Plan(NamedTuple):
         return -(-self.cohort // (self.devices * self.chunk)) * self.chunk
 
 
+TOGETHER = 8  # clients whose endings are taken care of at once, at most
+
+
 class Timetable(NamedTuple):
-    """One fold of a cohort on lanes: its endings in order of time, arrays over ``devices * slots``."""
+    """One fold of a cohort on lanes: its endings in order of time, arrays over ``devices * slots``.
+
+    Clients that end at the same time do so together, up to so many at once (the second axis). Where there are fewer,
+    lane and slot are beyond the last one.
+    """
 
     first: Any  # [devices * lanes] slot that each lane starts with
-    wait: Any  # ticks from the ending before
-    lane: Any  # where a client ends
+    events: Any  # [devices] how many endings there are; they come first
+    wait: Any  # [devices * slots] ticks from the ending before
+    lane: Any  # [devices * slots, together] where clients end
     slot: Any  # which
-    next: Any  # slot that starts there then; the same one again when the queue is empty
+    next: Any  # slots that start there then; the same ones again when the queue is empty
 
 
 class Slots(NamedTuple):
@@ -170,6 +179,7 @@ def _chunked(plan: Plan, steps: np.ndarray) -> int:
 def _timetable(plan: Plan, steps: np.ndarray) -> tuple[Timetable, int]:
     """When which client of one device ends on which lane, and how many ticks it takes in all."""
     queues = _longest_first(np.argsort(-steps, kind="stable"), steps, plan.chunk)
+    together = min(TOGETHER, plan.chunk)
     endings = []
     for lane, queue in enumerate(queues):
         time = 0
@@ -177,12 +187,20 @@ def _timetable(plan: Plan, steps: np.ndarray) -> tuple[Timetable, int]:
             time += int(steps[slot])
             endings.append((time, lane, slot, slot if following is None else following))
     endings.sort()
-    table = np.zeros((4, plan.slots), np.int32)
-    if endings:
-        table[:, : len(endings)] = np.array(endings, np.int32).T
-        table[0, : len(endings)] = np.diff(table[0, : len(endings)], prepend=0)
+    events = [
+        (time, alike[at : at + together])
+        for time, group in groupby(endings, key=lambda ending: ending[0])
+        for alike in [list(group)]
+        for at in range(0, len(alike), together)
+    ]
+    wait = np.zeros(plan.slots, np.int32)
+    places = np.broadcast_to([[plan.chunk], [plan.slots], [0]], (plan.slots, 3, together)).astype(np.int32)
+    for e, (_, alike) in enumerate(events):
+        places[e, :, : len(alike)] = np.array(alike, np.int32)[:, 1:].T
+    wait[: len(events)] = np.diff([time for time, _ in events], prepend=0)
     first = np.array([queue[0] if queue else 0 for queue in queues], np.int32)
-    return Timetable(first, *table), endings[-1][0] if endings else 0
+    table = Timetable(first, np.array([len(events)], np.int32), wait, *np.moveaxis(places, 1, 0))
+    return table, endings[-1][0] if endings else 0
 
 
 # --- which plan, by rule ---------------------------------------------------------------------------------------------
