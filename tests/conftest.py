@@ -72,6 +72,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What is imported by now stays to the end: no garbage collection need look at it again."""
+    """What is imported by now stays to the end, so garbage collection need not look at it again, and is rarer."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000)
