@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fedbraid.cli.notes import as_notes
+
 
 def command(
     config: Annotated[Path | None, typer.Argument(help="TOML file with methods; default: the embedded one")] = None,
@@ -42,7 +44,7 @@ def command(
     use_cores(comparison.base.engine.devices)
     console = Console(stderr=True, highlight=False)
     try:
-        with Bar(console, show=not (quiet or json)) as bar:
+        with as_notes(console), Bar(console, show=not (quiet or json)) as bar:
 
             def told(label: str, news: Any) -> None:
                 bar.about = label

@@ -8,7 +8,6 @@ import json as json_
 import signal
 import sys
 import traceback
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +16,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from fedbraid.cli.notes import as_notes
 
 
 def command(
@@ -170,21 +171,15 @@ class _Watch:
 
     def __enter__(self) -> _Watch:
         self.before = signal.signal(signal.SIGINT, self._interrupt)
-        self.warn, warnings.showwarning = warnings.showwarning, self._note
+        self.notes = contextlib.ExitStack()
+        self.notes.enter_context(as_notes(self.console))
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.bar.live.is_started:
             self.bar.stop()
         signal.signal(signal.SIGINT, self.before)
-        warnings.showwarning = self.warn
-
-    def _note(self, message: Any, category: Any, *where: Any, **more: Any) -> None:
-        """What the library warns its caller of is one line here; other people's warnings are shown as they are."""
-        if category is UserWarning:
-            self.console.print(f"[yellow]note:[/] {escape(str(message))}", soft_wrap=True)
-        else:
-            self.warn(message, category, *where, **more)
+        self.notes.close()
 
     def _interrupt(self, *_: object) -> None:
         if self.stop:

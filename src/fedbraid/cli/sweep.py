@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fedbraid.cli.notes import as_notes
+
 
 def command(
     config: Annotated[Path | None, typer.Argument(help="TOML file, with a sweep section or without")] = None,
@@ -86,7 +88,7 @@ def command(
         folder = out if out is not None else Path("runs") / f"{what}-{stamp}"
     console = Console(stderr=True, highlight=False)
     try:
-        with Bar(console, show=not (quiet or json)) as bar:
+        with as_notes(console), Bar(console, show=not (quiet or json)) as bar:
             again: dict[str, Any] = {"resume": resume is not None, "on_news": bar.news}
             if cluster is not None:
                 there = Cluster(cluster, 4 if workers is None else workers, read_tree(None, cluster_set or []))

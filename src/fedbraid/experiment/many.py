@@ -214,7 +214,7 @@ class Together:
         alg, params = self.base.algorithm, self.base.params
         self.traffic = cost(alg, params, split)
         self.plan = choose_plan(alg, params, split, inner, engine.plan, engine.chunk, cohort)
-        if self.plan.kind == "lanes" and engine.chunk == "auto" and points > 1:
+        if self.plan.kind == "lanes" and isinstance(engine.chunk, str) and points > 1:
             self.plan = self.plan._replace(chunk=min(self.plan.chunk, _useful_lanes(self.plan, alg, split)))
         self.every = config.evaluation.every
         window = min(WINDOW, config.rounds, self.every)

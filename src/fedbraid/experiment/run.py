@@ -111,6 +111,7 @@ def run_config(
             "local_steps": info.steps,
             "masked_share": info.masked_share,
             "imbalance": info.imbalance,
+            "tuning": info.tuning and info.tuning._asdict(),
         },
         "params_sha256": runfolder.params_sha256(result.params),
         "out": str(out),

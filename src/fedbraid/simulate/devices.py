@@ -11,9 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-__all__ = ["AXIS", "client_mesh", "free_memory", "host_memory", "place", "replicated", "sharded", "use_cores"]
+__all__ = ["AXIS", "client_mesh", "cores", "free_memory", "host_memory", "place", "replicated", "sharded", "use_cores"]
 
 AXIS = "clients"
+
+
+def cores() -> int:
+    """Cores that this process may use; where a system does not say (macOS), those of the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def use_cores(count: int | None = None) -> int:
@@ -21,7 +26,7 @@ def use_cores(count: int | None = None) -> int:
 
     Call it before jax touches a device; later it has no effect. Returns the number of devices there are.
     """
-    wanted = len(os.sched_getaffinity(0)) if count is None else count
+    wanted = cores() if count is None else count
     with contextlib.suppress(RuntimeError):  # the backend is up already: what it has is what there is
         jax.config.update("jax_num_cpu_devices", wanted)
     return jax.local_device_count()
@@ -70,5 +75,7 @@ def free_memory(device: Any) -> int:
 
 
 def host_memory() -> int:
-    """Bytes of memory that this machine has free."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of memory that this machine has free; where a system does not say (macOS), half of all."""
+    free = "SC_AVPHYS_PAGES" in os.sysconf_names
+    pages = os.sysconf("SC_AVPHYS_PAGES") if free else os.sysconf("SC_PHYS_PAGES") // 2
+    return pages * os.sysconf("SC_PAGE_SIZE")

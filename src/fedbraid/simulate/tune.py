@@ -18,6 +18,7 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
 import re
 import tempfile
 import time
@@ -39,6 +40,7 @@ from fedbraid.local import LocalWork
 from fedbraid.simulate import hosts
 from fedbraid.simulate.arrival import Arrival
 from fedbraid.simulate.convolutions import Convolutions
+from fedbraid.simulate.devices import cores
 from fedbraid.simulate.engine import make_engine
 from fedbraid.simulate.plan import Plan, Slots, client_bytes, most_clients, steps_of
 from fedbraid.simulate.precision import Precision
@@ -98,7 +100,7 @@ def machine(mesh: Mesh) -> dict[str, Any]:
         "platform": device.platform,
         "devices": mesh.devices.size,
         "hosts": jax.process_count(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores(),
         "memory": f"{round(total / 2**30)} GiB",
         "jax": jax.__version__,
         "fedbraid": __version__,
@@ -112,7 +114,7 @@ def _processor() -> str:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    return os.uname().machine
+    return platform.machine()
 
 
 @dataclass(frozen=True)
