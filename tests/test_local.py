@@ -22,6 +22,10 @@ def test_shuffled_is_a_permutation(n, seed):
     assert np.array_equal(np.sort(order), np.arange(n))
 
 
+def test_shuffled_of_one_that_is_known_when_compiling():
+    assert jax.jit(lambda key: shuffled(key, jnp.zeros(3, jnp.int32), 1))(jax.random.key(0)).tolist() == [0, 0, 0]
+
+
 def test_shuffled_is_uniform_over_permutations():
     n, draws = 4, 48_000
     keys = jax.random.split(jax.random.key(7), draws)

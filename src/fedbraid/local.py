@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbraid.core import Algorithm, Report, check_count, check_number
+from fedbraid.core import Algorithm, Report, check_count, check_number, is_traced
 
 __all__ = [
     "WEIGHTINGS",
@@ -92,7 +92,6 @@ def _mix(x: Any) -> Any:
 SWAPS = 14  # enough that 240,000 permutations of 6 look uniform to a chi-squared test
 
 
-@jax.jit
 def shuffled(key: Any, position: Any, n: Any) -> Any:
     """Element ``position`` of a random permutation of ``0 .. n-1``, without making the permutation.
 
@@ -104,6 +103,13 @@ def shuffled(key: Any, position: Any, n: Any) -> Any:
     >>> sorted(int(i) for i in shuffled(jax.random.key(0), jnp.arange(7), 7))
     [0, 1, 2, 3, 4, 5, 6]
     """
+    if not is_traced(n) and int(n) == 1:  # as a constant it sends XLA's simplifier round in circles
+        return jnp.zeros(jnp.shape(position), jnp.int32)
+    return _shuffled(key, position, n)
+
+
+@jax.jit
+def _shuffled(key: Any, position: Any, n: Any) -> Any:
     bits = jax.random.bits(key, (2, SWAPS), jnp.uint32)
     n = jnp.asarray(n).astype(jnp.uint32)
     x = jnp.asarray(position).astype(jnp.uint32)

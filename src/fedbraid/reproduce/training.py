@@ -73,7 +73,8 @@ def train(
         "config": config.model_dump(mode="json") | {"seed": seeds[0]},
         "points": [dict(point) | ({"seed": seed} if len(seeds) > 1 else {}) for seed in seeds for point in points],
         "marks": sorted(marks),
-        "data": [data.name, data.train.num_clients, data.train.num_examples],
+        "data": [data.name, *([split.num_clients, split.num_examples] for split in (data.train, data.test) if split)],
+        "swap": None if swap is None else f"{swap.__module__}.{swap.__qualname__}",
     }
     path = work / f"{name}.json"
     if path.exists():

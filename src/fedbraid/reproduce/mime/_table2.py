@@ -222,10 +222,10 @@ def draw(
 
 DEVIATIONS = (
     "On the clients of Mime and MimeLite the base optimizers are optax's, as in the authors' published code (FedJAX), "
-    "not those of Table 5, which divide by averages that do not hold the gradient at hand: with eps = 1e-7 Adam's first "
-    "round, and any coordinate whose gradient was always 0 so far (a rare character), is multiplied by up to 1e7, and "
-    "AdaGrad starts at 3.2 times the nominal rate. Momentum there is m = g + beta m, which is Table 5's average at a "
-    "rate ten times as large.",
+    "not those of Table 5, which divide by averages that do not hold the gradient at hand: with eps = 1e-7 Adam's "
+    "first round, and any coordinate whose gradient was always 0 so far (a rare character), is multiplied by up to "
+    "1e7, and AdaGrad starts at 3.2 times the nominal rate. Momentum there is m = g + beta m, which is Table 5's "
+    "average at a rate ten times as large.",
     "On FedAvg's server: momentum as the average of Table 5, optax's Adam with bias correction, Table 5's AdaGrad.",
     "One seed, as far as the paper says also there; accuracy is the mean of the evaluations in the last 50 rounds, "
     "where the paper says after 1000 rounds.",

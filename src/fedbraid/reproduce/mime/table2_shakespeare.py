@@ -158,8 +158,8 @@ ENTRY = Entry(
         "later), since six clients a round are few and the correction adds the noise of six others.",
         "With the bases of Table 5 instead: MimeAdagrad 52.7, MimeMom 48.9 (the average form, best at rate 1). "
         "So the order of taking in the gradient is worth a point, and the form of momentum nothing.",
-        "FedAvgAdam, where 1e-7 makes the server's steps as large as their sign allows, learns nothing at any rate, as in "
-        "the paper; which score it then has (23.8 here, 18.5 there, the share of blanks) is a matter of chance.",
+        "FedAvgAdam, where 1e-7 makes the server's steps as large as their sign allows, learns nothing at any rate, as "
+        "in the paper; which score it then has (23.8 here, 18.5 there, the share of blanks) is a matter of chance.",
         "Read in the authors' published code and not done here, any of which may explain a point: both phases ask the "
         "same clients; embeddings start with deviation 1 (Keras' 0.05 here); ends of snippets are not counted; a "
         "sequence's loss is the mean over its full length, padding included.",
