@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedbraid import models
 from fedbraid.models.lstm import recurrence
 from fedbraid.models.transposable import linear
 
@@ -77,3 +79,22 @@ def test_a_linear_function_takes_the_transpose_that_is_given():
     np.testing.assert_allclose(jax.vmap(f, (None, 0))(a, many), many @ a.T)
     both = jax.vmap(lambda a: jax.vjp(lambda x: f(a, x), x)[1](y)[0])(jnp.stack([a, -a]))
     np.testing.assert_allclose(both, jnp.stack([10 * a.T @ y, -10 * a.T @ y]))
+
+
+def test_haikus_start():
+    keras, haiku = (models.word_lstm(300, hidden=128, embed=64, init=init) for init in ("keras", "haiku"))
+    ours, theirs = haiku.init(jax.random.key(0)), keras.init(jax.random.key(0))
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    cut = 0.8796  # deviation of a standard normal cut off at two
+    for weights, deviation in (
+        (ours["embedding"], 1.0),
+        (ours["lstm"][0]["w"], (64 + 128) ** -0.5),
+        (ours["lstm"][0]["u"], (64 + 128) ** -0.5),
+        (ours["projection"]["w"], 128**-0.5),
+        (ours["dense"]["w"], 64**-0.5),
+    ):
+        assert float(weights.std()) == pytest.approx(cut * deviation, rel=0.03)
+        assert float(jnp.abs(weights).max()) <= 2 * deviation
+    assert ours["lstm"][0]["b"].tolist() == theirs["lstm"][0]["b"].tolist()
+    with pytest.raises(ValueError, match="init"):
+        models.char_lstm(init="torch")  # pyright: ignore[reportArgumentType]
