@@ -160,9 +160,9 @@ ENTRY = Entry(
         "So the order of taking in the gradient is worth a point, and the form of momentum nothing.",
         "FedAvgAdam, where 1e-7 makes the server's steps as large as their sign allows, learns nothing at any rate, as "
         "in the paper; which score it then has (23.8 here, 18.5 there, the share of blanks) is a matter of chance.",
-        "The authors' published code starts its weights as Haiku does, with embeddings of deviation 1 where Keras' go up "
-        "to 0.05. With that start (init = \"haiku\" of char_lstm) FedAvgSGD at rate 1 is at 45.3 after 100 rounds and "
-        "48.7 after 200, where here it is at 41.3 and 46.3: enough to explain the points that most rows lack. Not yet "
+        "The authors' published code starts its weights as Haiku does, with embeddings of deviation 1 where Keras' go "
+        'up to 0.05. With that start (init = "haiku" of char_lstm) FedAvgSGD at rate 1 has 45.3 after 100 rounds and '
+        "48.7 after 200, where here it has 41.3 and 46.3: enough to explain the points that most rows lack. Not yet "
         "run to the end. Other differences read there: both phases ask the same clients; ends of snippets are not "
         "counted; a sequence's loss is the mean over its full length, padding included.",
         "SGD and Adagrad are best at rate 1, the edge of the paper's grid.",
