@@ -15,6 +15,10 @@ from zoo import clients, start
 
 SPLIT = clients()
 
+# The stated overhead of a message beside its numbers: the order or answer and Flower's own message; and for every
+# dtype's buffer the objects that carry it.
+MESSAGE, BUFFER = 1000, 350
+
 
 class Ledger(NamedTuple):
     """The server's side of the ledger algorithm."""

@@ -1,6 +1,7 @@
 """``fedbraid deploy`` without a network: the app it writes, what it checks, and how it refuses."""
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from flwr.app import Context, RecordDict
 from typer.testing import CliRunner
 
 from fedbraid.experiment import build, load_config
-from fedbraid.experiment.runfolder import read_metrics, read_summary
+from fedbraid.experiment.runfolder import read_clients, read_metrics, read_summary
 from fedbraid.flower import InProcessGrid, client_app, load_plan, plan_server_app
 from fedbraid.flower.certificates import (
     Certificates,
@@ -26,6 +27,7 @@ from fedbraid.flower.client import room_for
 from fedbraid.flower.launch import Rehearsal
 from fedbraid.flower.project import write_app
 from fedbraid.simulate import simulate
+from fedbraid.simulate.evaluate import client_values, evaluator
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the libraries that Flower uses
 BASE = ["data.clients=3", "cohort=2", "rounds=2", "evaluation.every=1", "model.hidden=[8]"]
@@ -59,30 +61,52 @@ def test_the_app_is_one_that_flower_accepts(app):
         compile((app / "federation" / name).read_text(), name, "exec")
 
 
-def test_an_apps_run_is_the_simulated_run_and_writes_its_folder(app, tmp_path):
-    """The app's own client and server, in one process: the same model, metrics and files as ``fedbraid run``."""
-    plan = load_plan(app / "federation")
+@pytest.fixture(scope="module")
+def run_simulated(app):
+    """The app's experiment as ``fedbraid run`` has it, and each client's metrics at its end."""
+    experiment = build(load_plan(app / "federation").config)
+    options = {"rounds": 2, "cohort": 2, "metrics": experiment.metrics, "eval_every": 1, "devices": 1}
+    simulated = simulate(experiment.algorithm, experiment.params, experiment.data, **options)
+    sums = evaluator(experiment.metrics, experiment.data.test)(simulated.params)
+    return simulated, {f"test_{name}": client_values(both) for name, both in sums.items()}
+
+
+@pytest.mark.parametrize("clients", [0, "all"])
+def test_an_apps_run_is_the_simulated_run_and_writes_its_folder(app, run_simulated, clients, tmp_path):
+    """The app's own client and server, in one process: the same model, metrics and files as ``fedbraid run``.
+
+    clients: how many evaluate on their own test data; without, the server does on all of it.
+    """
+    place = tmp_path / "federation"
+    shutil.copytree(app / "federation", place)
+    about = (place / "federation.toml").read_text()
+    assert "evaluate_clients = 0\n" in about
+    (place / "federation.toml").write_text(
+        about.replace("evaluate_clients = 0\n", f"evaluate_clients = {json.dumps(clients)}\n")
+    )
+    plan = load_plan(place)
 
     def load(context):
         return plan.rehearsal_rows(context.node_config.get("partition-id"))
 
-    client = client_app(plan.algorithm, plan.shapes, load, fingerprint=plan.fingerprint, cache=False)
+    def load_test(context):
+        return plan.rehearsal_test(context.node_config.get("partition-id"))
+
+    site = {"metrics": plan.metrics, "load_test": load_test, "fingerprint": plan.fingerprint, "cache": False}
+    client = client_app(plan.algorithm, plan.shapes, load, **site)
     grid = InProcessGrid(client, {10 + i: {"partition-id": i} for i in range(3)})
     out = tmp_path / "run"
     plan_server_app(plan)(grid, Context(1, 1, {}, RecordDict(), {"out": str(out)}))
-    experiment = build(plan.config)
-    simulated = simulate(
-        experiment.algorithm,
-        experiment.params,
-        experiment.data,
-        rounds=2,
-        cohort=2,
-        metrics=experiment.metrics,
-        eval_every=1,
-        devices=1,
-    )
+    simulated, by_client = run_simulated
     table, summary = read_metrics(out), read_summary(out)
-    np.testing.assert_allclose(table["test_loss"], simulated.evaluations["test_loss"], rtol=1e-5)
+    for name, column in simulated.evaluations.items():
+        np.testing.assert_allclose(table[name], column, rtol=1e-5)
+    for name, values in by_client.items():
+        np.testing.assert_allclose(read_clients(out)[name], values, rtol=1e-5)
+    if clients:  # what the server finds on all test data, beside what the clients say of theirs
+        np.testing.assert_allclose(table["server_accuracy"], simulated.evaluations["test_accuracy"], rtol=1e-5)
+        sent = table["train/bytes_down"] + table["evaluate/bytes_down"]
+        np.testing.assert_allclose(table["bytes_down"], np.cumsum(sent))
     np.testing.assert_allclose(table["train/loss"], simulated.history["train/loss"], rtol=1e-5)
     np.testing.assert_allclose(table["train/bytes_up"], simulated.history["train/bytes_up"])
     assert np.all(np.diff(table["seconds"]) > 0)
@@ -115,13 +139,21 @@ def test_check_loads_a_sites_data_as_its_node_would(app, tmp_path):
     np.savez(good, **rows)
     np.savez(bad, **(rows | {"x": rows["x"][:, :63]}))
     assert check_site(app, f'data="{good}"')["examples"] == len(rows["y"])
+    assert check_site(app, f'data="{good}"')["test_examples"] == 0  # of its own it has none
+    assert check_site(app, f'data="{good}" test-data="{good}"')["test_examples"] == len(rows["y"])
+    assert check_site(app, "partition-id=1")["test_examples"] == len(
+        load_plan(app / "federation").rehearsal_test(1)["y"]
+    )
     result = cli("check", app, "--node-config", f'data="{good}"', "--json")
     assert json.loads(result.stdout)["examples"] == len(rows["y"])
     assert check_site(app, 'loader="flower.small:two_digits"')["examples"] == 2
     for config, word in (
         ('loader="flower.small:nothing"', "has no 'nothing'"),
         (f'data="{bad}"', r"field 'x': one example has shape \(63,\), the schema asks for \(64,\)"),
-        ('data="/nowhere.npz"', "cannot read the data"),
+        ('data="/nowhere.npz"', "load_data cannot read the data"),
+        (f'data="{good}" test-data="/nowhere.npz"', "load_test cannot read the data"),
+        (f'data="{good}" test-data="{bad}"', "load_test: field 'x'"),
+        ('partition-id=0 test-loader="flower.small:nothing"', "has no 'nothing'"),
         ("partition-id=3", "clients are numbered 0 to 2"),
         ("", "partition-id=None"),
         ("partition-id=one", "cannot be read"),
@@ -141,6 +173,10 @@ def test_refusals_are_one_line(app, tmp_path):
             (["init", tmp_path / "full"], "is not empty"),
             (["init", tmp_path / "new", tmp_path / "none.toml"], "cannot read the configuration"),
             (["init", tmp_path / "new", "--set", "algorithm.name=fedagv"], "did you mean 'fedavg'"),
+            (
+                ["init", tmp_path / "new", "--set", "cohort=all", "--evaluate-clients", "some"],
+                'must be "all" or a whole',
+            ),
             (["up", tmp_path], "is not an app"),
             (["up", app, "--nodes", 4], "at most the population of 3"),
             (["up", app, "--nodes", 0], "at least 1"),

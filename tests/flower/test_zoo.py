@@ -7,15 +7,11 @@ from fedbraid import cost, simulate
 from fedbraid.flower import Policy
 from fedbraid.flower.wire import PLAIN, array_bytes, serialized_bytes
 from fedbraid.simulate import bernoulli, run
-from flower.small import SPLIT, close, deploy, grid_of, losing
+from flower.small import BUFFER, MESSAGE, SPLIT, close, deploy, grid_of, losing
 from zoo import ALGORITHMS, ROWS, start
 
 RAGGED = {"batch_size": 2, "epochs": 1}
 LOSSY = bernoulli(0.5)
-
-# The stated overhead of a message beside its numbers: the order or answer and Flower's own message; and for every
-# dtype's buffer the objects that carry it.
-MESSAGE, BUFFER = 1000, 350
 
 
 @pytest.mark.parametrize("name", list(ROWS))

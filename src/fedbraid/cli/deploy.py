@@ -33,13 +33,17 @@ def init(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="key=value, such as data.clients=3; may be repeated")
     ] = None,
+    evaluate_clients: Annotated[
+        str, typer.Option(help="how many clients evaluate on their own test data, instead of the server: all, or N")
+    ] = "0",
     json: Json = False,
 ) -> None:
     """Write a complete Flower app from an experiment config, with a place for each site's own data loading."""
     from fedbraid.experiment import load_config
     from fedbraid.flower.project import write_app
 
-    made = write_app(folder, load_config(config, settings or []))
+    testers = int(evaluate_clients) if evaluate_clients.isdecimal() else evaluate_clients
+    made = write_app(folder, load_config(config, settings or []), evaluate_clients=testers)  # pyright: ignore[reportArgumentType]
     if json:
         print(json_.dumps(made))
         return
@@ -62,7 +66,8 @@ def check(
     if json:
         print(json_.dumps(found))
     else:
-        words = f"the data fits: {found['examples']} examples; fingerprint {found['fingerprint']}"
+        tests = f"{found['test_examples'] or 'no'} test examples"
+        words = f"the data fits: {found['examples']} examples, {tests}; fingerprint {found['fingerprint']}"
         Console(highlight=False).print(words)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from flwr.app import Context, RecordDict
 from flwr.common.config import parse_config_args
 
+from fedbraid.flower.evaluate import rows_of
 from fedbraid.flower.identity import check_data
 from fedbraid.flower.plan import load_plan
 from fedbraid.flower.project import PACKAGE, package_of
@@ -29,8 +30,14 @@ def check_site(app: Path, node_config: str = "") -> dict[str, Any]:
         config = parse_config_args([node_config]) if node_config else {}
     except Exception as error:  # Flower raises a mix of kinds here
         raise ValueError(f"the node config {node_config!r} cannot be read: {error}") from None
-    try:
-        arrays = client.load_data(Context(0, 0, config, RecordDict(), {}))
-    except OSError as error:
-        raise ValueError(f"load_data cannot read the data: {error}") from None
-    return {"examples": check_data(plan.schema, arrays), "fingerprint": plan.fingerprint}
+    context = Context(0, 0, config, RecordDict(), {})
+    found = {}
+    for name, loader, count in (("examples", "load_data", check_data), ("test_examples", "load_test", rows_of)):
+        load = getattr(client, loader, lambda context: None)  # an older app has no load_test
+        try:
+            found[name] = count(plan.schema, load(context))  # pyright: ignore[reportArgumentType]
+        except OSError as error:
+            raise ValueError(f"{loader} cannot read the data: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{loader}: {error}") from None
+    return {**found, "fingerprint": plan.fingerprint}

@@ -18,6 +18,7 @@ from fedbraid import address
 from fedbraid.core import Algorithm, Report
 from fedbraid.flower import wire
 from fedbraid.flower.compiled import CACHE_DIR, use_cache
+from fedbraid.flower.evaluate import batches_of, rows_of, sums_program
 from fedbraid.flower.identity import (
     Schema,
     check_data,
@@ -28,14 +29,26 @@ from fedbraid.flower.identity import (
     shapes_of,
 )
 from fedbraid.flower.pack import Layout, layout_of, pack, read_records, records, unpack
+from fedbraid.flower.rows import padded, room_for
 from fedbraid.flower.states import INIT, States, states_of
-from fedbraid.flower.wire import Answer, Greeting, Order, Presence, Refusal, content, read_plain
+from fedbraid.flower.wire import (
+    Answer,
+    Greeting,
+    Order,
+    Presence,
+    Question,
+    Refusal,
+    Tested,
+    content,
+    read_plain,
+)
 from fedbraid.local import ClientData
 
 __all__ = ["client_app"]
 
 PyTree = Any
 LoadData = Callable[[Context], Mapping[str, Any]]
+LoadTest = Callable[[Context], Mapping[str, Any] | None]
 NUMBER_KEYS = ("client", "partition-id")  # of a node's config: its number in the population
 _log = logging.getLogger("flwr")
 
@@ -45,6 +58,8 @@ def client_app(
     params: PyTree,
     load_data: LoadData,
     *,
+    metrics: Callable | None = None,
+    load_test: LoadTest | None = None,
     fingerprint: str | None = None,
     cache: bool = True,
 ) -> ClientApp:
@@ -54,6 +69,9 @@ def client_app(
         alg: the algorithm. Each of its exchanges is an action, ``train.<name>``.
         params: the model's parameters, or their shapes: values come from the server.
         load_data: (context) -> the site's own arrays, one row an example, as the server's schema asks.
+        metrics: ``(params, batch) -> {name: (sums, weights)}``, as :func:`fedbraid.simulate` takes them: what the node
+            computes on its own test data when the server asks for it. Sums and counts are all that it answers.
+        load_test: (context) -> the site's own test arrays, with the same fields; None if it has none.
         fingerprint: a name of your own for what is computed, the same on the server; by default a digest of the
             client programs.
         cache: keep compiled programs on the node's disk (``cache-dir`` of its config, else beside Flower's files).
@@ -68,9 +86,14 @@ def client_app(
     """
     if not callable(load_data):
         raise ValueError(f"load_data must be a function of the node's context, got {load_data!r}")
+    if (metrics is None) != (load_test is None):
+        raise ValueError("metrics and load_test go together: the one is evaluated on what the other loads")
     site = _Site(alg, params, load_data, fingerprint, cache)
+    if metrics is not None and load_test is not None:
+        site.load_test, site.sums = load_test, jax.jit(sums_program(metrics))
     app = ClientApp()
     app.query(wire.HELLO)(site.guard(site.hello))
+    app.evaluate()(site.guard(site.test))
     for index, exchange in enumerate(alg.exchanges):
         app.train(wire.action_of(exchange.name))(site.guard(partial(site.work, index)))
     return app
@@ -85,6 +108,8 @@ class _Site:
 
     def __init__(self, alg: Algorithm, params: PyTree, load_data: LoadData, name: str | None, cache: bool) -> None:
         self.alg, self.load_data, self.name, self.cache = alg, load_data, name, cache
+        self.load_test: LoadTest = lambda context: None
+        self.sums: Callable = lambda *given: {}
         self.params = shapes_of(params)
         self.programs = [jax.jit(exchange.client) for exchange in alg.exchanges]
         self.prints: dict[str, str] = {}
@@ -98,6 +123,10 @@ class _Site:
     def down_layouts(self) -> list[Layout]:
         server = jax.eval_shape(self.alg.init, self.params)
         return [layout_of(jax.eval_shape(exchange.send, server)) for exchange in self.alg.exchanges]
+
+    @cached_property
+    def params_layout(self) -> Layout:
+        return layout_of(jax.eval_shape(self.alg.params, jax.eval_shape(self.alg.init, self.params)))
 
     def guard(self, handle: Callable[[Message, Context], Message]) -> Callable[[Message, Context], Message]:
         """What the user or the other side did wrong becomes an answer with the reason; a fault stays an exception."""
@@ -193,11 +222,22 @@ class _Site:
         if states is not None:
             states.write(order.tag, pack(report.state))
             states.keep({order.durable, order.base, order.tag})
-        layout = layout_of(report.up)
-        leaves = "" if layout.digest == order.layout else layout.to_json()
-        answer = Answer(order.tag, float(report.weight), layout.digest, leaves)
+        answer = Answer(order.tag, float(report.weight), *_layout_for(report.up, order.layout))
         metrics = {name: float(value) for name, value in report.metrics.items()}
         return Message(content(answer, records(report.up), metrics), reply_to=message)
+
+    def test(self, message: Message, context: Context) -> Message:
+        """The server's model on this site's own test data: sums and counts go out, and nothing else."""
+        asked = read_plain(message, Question)
+        self.check_fingerprint(context, asked.run, asked.schema, asked.fingerprint)
+        arrays = self.load_test(context)
+        rows = rows_of(schema_from_json(asked.schema), arrays)
+        if arrays is None or not rows:
+            return Message(content(Tested(asked.tag, 0, "")), reply_to=message)
+        params = read_records(self.params_layout, wire.arrays_in(message))
+        sums = self.sums(params, *batches_of(arrays, rows, room_for(rows)))
+        answer = Tested(asked.tag, rows, *_layout_for(sums, asked.layout))
+        return Message(content(answer, records(sums)), reply_to=message)
 
     def state(self, states: States | None, order: Order) -> PyTree:
         if states is None:
@@ -211,32 +251,16 @@ class _Site:
         return unpack(self.state_layout, buffers)
 
 
-def room_for(rows: int) -> int:
-    """Rows that a program is compiled for: at least ``rows`` and at most an eighth more.
-
-    A site whose data grows a little, and a site of about the same size on the same machine, compile nothing new.
-
-    >>> [room_for(n) for n in (3, 16, 17, 1000, 1030)]
-    [16, 16, 18, 1024, 1152]
-    """
-    if rows <= 16:
-        return 16
-    step = 1 << ((rows - 1).bit_length() - 4)
-    return -(-rows // step) * step
-
-
 def client_data(arrays: Mapping[str, Any], rows: int) -> ClientData:
-    """A site's arrays as its client functions take them, padded to :func:`room_for` their rows."""
+    """A site's arrays as its client functions take them."""
     room = room_for(rows)
-    canonical = jax.dtypes.canonicalize_dtype
+    return ClientData(padded(arrays, rows, room), np.int32(0), np.int32(rows), room)
 
-    def padded(array: Any) -> np.ndarray:
-        array = np.asarray(array)
-        out = np.zeros((room, *array.shape[1:]), canonical(array.dtype))
-        out[:rows] = array
-        return out
 
-    return ClientData({name: padded(a) for name, a in arrays.items()}, np.int32(0), np.int32(rows), room)
+def _layout_for(numbers: PyTree, expected: str) -> tuple[str, str]:
+    """The digest of a message's layout, and the layout itself only if it is not the expected one."""
+    layout = layout_of(numbers)
+    return layout.digest, "" if layout.digest == expected else layout.to_json()
 
 
 def _versions() -> str:

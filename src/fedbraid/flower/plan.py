@@ -11,7 +11,7 @@ import inspect
 import json
 import tomllib
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from fedbraid.models import Model
 from fedbraid.models import build as build_model
 from fedbraid.simulate.evaluate import client_values, evaluator, summarize
 
-__all__ = ["Plan", "describe", "load_plan", "plan_server_app"]
+__all__ = ["Plan", "describe", "load_plan", "plan_server_app", "testers"]
 
 PyTree = Any
 TAG = "[fedbraid] "
@@ -60,7 +60,11 @@ def describe(experiment: Experiment) -> dict[str, Any]:
         name: {"shape": list(field.shape), "dtype": np.dtype(field.dtype).name}
         for name, field in schema_of(data.train.arrays).items()
     }
-    about: dict[str, Any] = {"population": data.train.num_clients, "evaluate": data.test is not None}
+    about: dict[str, Any] = {
+        "population": data.train.num_clients,
+        "evaluate": data.test is not None,
+        "evaluate_clients": 0,
+    }
     if data.info.get("classes") is not None:
         about["classes"] = int(data.info["classes"])
     return {
@@ -79,6 +83,7 @@ class Plan:
         federation = about["federation"]
         self.population: int = federation["population"]
         self.evaluates: bool = federation.get("evaluate", False)
+        self.evaluate_clients = testers(federation.get("evaluate_clients", 0), self.population)
         self.checkpoint_every: int = federation.get("checkpoint_every", 1)
         self.policy = Policy(**about["policy"])
         self.policy.check()
@@ -140,11 +145,31 @@ class Plan:
 
     def rehearsal_rows(self, client: Any) -> dict[str, np.ndarray]:
         """What client ``client`` has in the experiment: stands in for a site's data in a rehearsal."""
+        return self.data.train.client(self._number(client))
+
+    def rehearsal_test(self, client: Any) -> dict[str, np.ndarray] | None:
+        """Its test examples in the experiment; None if the test split there is, if any, is not by the same clients."""
+        number, data = self._number(client), self.data
+        return data.test.client(number) if data.test is not None and data.aligned else None
+
+    def _number(self, client: Any) -> int:
         if type(client) is not int or not 0 <= client < self.population:
             raise ValueError(
                 f"the node's config says partition-id={client!r}; clients are numbered 0 to {self.population - 1}"
             )
-        return self.data.train.client(client)
+        return client
+
+
+def testers(value: Any, population: int) -> int:
+    """How many clients evaluate: ``evaluate_clients`` of ``federation.toml``."""
+    if value == "all":
+        return population
+    if type(value) is not int or not 0 <= value <= population:
+        raise ConfigError(
+            f'evaluate_clients = {value!r} in {FEDERATION}: it must be "all" or a whole number from 0 (nobody) to the '
+            f"population of {population}"
+        )
+    return value
 
 
 def load_plan(folder: Path) -> Plan:
@@ -164,6 +189,13 @@ def _say(text: str) -> None:
     print(*(TAG + line for line in text.splitlines()), sep="\n", flush=True)
 
 
+def _on_server(score: Callable[[PyTree], dict[str, Any]], params: PyTree, *, among: bool) -> dict[str, Any]:
+    """Scores on the server's own test split. Where clients evaluate too, among theirs: under names of its own."""
+    if not among:
+        return summarize(score(params))
+    return {name: value for name, value in summarize(score(params), "server_").items() if "_client_" not in name}
+
+
 def plan_server_app(plan: Plan) -> ServerApp:
     """The ServerApp of a plan. It writes the run folder that the run's config names, ``out``.
 
@@ -180,7 +212,7 @@ def plan_server_app(plan: Plan) -> ServerApp:
         score = evaluate = None
         if plan.evaluates and plan.data.test is not None:
             score = evaluator(plan.metrics, plan.data.test)
-            evaluate = lambda params: summarize(score(params))  # noqa: E731
+            evaluate = partial(_on_server, score, among=bool(plan.evaluate_clients))
         served = serve(
             plan.algorithm,
             plan.params,
@@ -192,13 +224,17 @@ def plan_server_app(plan: Plan) -> ServerApp:
             seed=config.seed,
             policy=plan.policy,
             evaluate=evaluate,
+            metrics=plan.metrics if plan.evaluate_clients else None,
+            evaluate_clients=plan.evaluate_clients or None,
             eval_every=config.evaluation.every,
             checkpoints=checkpoints,
             checkpoint_every=plan.checkpoint_every,
             fingerprint=plan.fingerprint,
             say=_say,
         )
-        clients = score and {f"test_{name}": client_values(sums) for name, sums in score(served.params).items()}
+        clients = served.clients
+        if score and not plan.evaluate_clients:
+            clients = {f"test_{name}": client_values(sums) for name, sums in score(served.params).items()}
         summary = write_run(out, config, served, finished=served.rounds == rounds, clients=clients)
         _say(f"done: {summary['rounds']} rounds in {summary['seconds']:.1f} s, written to {out}")
 

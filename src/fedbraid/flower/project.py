@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, Literal
 
 import fedbraid
 from fedbraid.experiment.build import build
 from fedbraid.experiment.config import Config, ConfigError, dump
-from fedbraid.flower.plan import EXPERIMENT, FEDERATION, describe
+from fedbraid.flower.plan import EXPERIMENT, FEDERATION, describe, testers
 
 __all__ = ["package_of", "write_app"]
 
@@ -47,7 +47,7 @@ rounds = $rounds
 CLIENT = Template('''\
 """The client of this federation: every site runs it on its own data.
 
-load_data below is the one place where a site's data enters. Nothing else in this file needs a change.
+load_data and load_test below are where a site's data enters. Nothing else in this file needs a change.
 """
 
 from pathlib import Path
@@ -77,12 +77,40 @@ $fields
     if "loader" in site:
         return resolve(site["loader"])(context)
     if "data" in site:
-        with np.load(site["data"], allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
+        return read(site["data"])
     return PLAN.rehearsal_rows(site.get("partition-id"))
 
 
-app = client_app(PLAN.algorithm, PLAN.shapes, load_data, fingerprint=PLAN.fingerprint)
+def load_test(context):
+    """This site's own test examples, in the same fields, or None: for evaluate_clients of federation.toml.
+
+    They stay here: sums and counts of the model's metrics are all that a site answers. In a site's --node-config:
+        test-loader="module:function"   a function of the context, as above
+        test-data="/path/test.npz"      a file with one array per field
+    """
+    site = context.node_config
+    if "test-loader" in site:
+        return resolve(site["test-loader"])(context)
+    if "test-data" in site:
+        return read(site["test-data"])
+    if "loader" in site or "data" in site:
+        return None
+    return PLAN.rehearsal_test(site.get("partition-id"))
+
+
+def read(place):
+    with np.load(place, allow_pickle=False) as archive:
+        return {name: archive[name] for name in archive.files}
+
+
+app = client_app(
+    PLAN.algorithm,
+    PLAN.shapes,
+    load_data,
+    metrics=PLAN.metrics,
+    load_test=load_test,
+    fingerprint=PLAN.fingerprint,
+)
 ''')
 
 SERVER = '''\
@@ -103,7 +131,7 @@ A Flower app written by fedbraid. $population clients, $rounds rounds.
 
 | file | what it says |
 | --- | --- |
-| `$package/client.py` | `load_data`, how sites load their own data: the one place to edit |
+| `$package/client.py` | `load_data` and `load_test`, how sites load their own data: the place to edit |
 | `$package/experiment.toml` | algorithm, transforms, model, seed |
 | `$package/federation.toml` | how many clients, deadlines, the schema that every site's data must fit |
 | `$package/server.py` | nothing to edit |
@@ -120,13 +148,18 @@ Check a site's data before its node joins:
 """)
 
 
-def write_app(folder: Path, config: Config) -> dict[str, Any]:
-    """Write the app that deploys ``config``; returns what was written, as plain values."""
+def write_app(folder: Path, config: Config, *, evaluate_clients: int | Literal["all"] = 0) -> dict[str, Any]:
+    """Write the app that deploys ``config``; returns what was written, as plain values.
+
+    evaluate_clients: how many clients evaluate the model on their own test data; the server then does not.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty: choose another folder for the app")
     experiment = build(config)
     about = describe(experiment)
     about["federation"]["checkpoint_every"] = 1
+    if testers(evaluate_clients, about["federation"]["population"]):
+        about["federation"] |= {"evaluate": False, "evaluate_clients": evaluate_clients}
     population = about["federation"]["population"]
     what = f"{config.algorithm.name} on {config.data.name}"
     fields = "\n".join(f"        {name}  {f['dtype']}{f['shape']}" for name, f in about["schema"].items())
@@ -162,6 +195,7 @@ def _federation(about: dict[str, Any]) -> str:
     head = (
         "# What all sites agree on. Everybody must run the same file.\n"
         "# population: how many clients there are. evaluate: the server tests on the experiment's own test split.\n"
+        '# evaluate_clients: how many clients ("all", or a number) test the model on their own test data.\n'
         "# policy: see fedbraid.flower.Policy; too_few is wait, skip or abort.\n\n"
     )
     return head + tomli_w.dumps(about)

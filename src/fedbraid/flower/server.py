@@ -28,12 +28,13 @@ from fedbraid import address
 from fedbraid.core import Algorithm, check_choice, check_count, check_number
 from fedbraid.flower import wire
 from fedbraid.flower.aggregate import Aggregator, Upload
+from fedbraid.flower.evaluate import Sums, are_sums, check_evaluation, scores_by_client, summary, sums_shapes
 from fedbraid.flower.identity import Messages, Schema, fingerprint, messages_of, schema_to_json
-from fedbraid.flower.pack import MessageError, check_layout, read_records, records
+from fedbraid.flower.pack import Layout, MessageError, check_layout, layout_of, read_records, records
 from fedbraid.flower.post import Letter, Post, Reply
 from fedbraid.flower.roster import Roster, Terms
 from fedbraid.flower.states import INIT
-from fedbraid.flower.wire import Answer, Order, Refusal, content, read_plain
+from fedbraid.flower.wire import Answer, Order, Question, Refusal, Tested, content, read_plain
 from fedbraid.simulate import checkpoint
 
 __all__ = ["Policy", "Round", "Served", "TooFewError", "serve", "server_app"]
@@ -41,6 +42,7 @@ __all__ = ["Policy", "Round", "Served", "TooFewError", "serve", "server_app"]
 PyTree = Any
 SLACK = 1 << 20  # a reply larger than its upload by more than this is not read
 POLL = (0.01, 0.5)  # seconds between two looks for replies: first, and at most
+WAYS = ("down", "up")
 LOOK = 2.0  # seconds between two looks for nodes that came or came back
 
 
@@ -89,17 +91,21 @@ class Round(NamedTuple):
     notes: tuple[str, ...]  # who was left out, and why
 
     def total(self, column: str) -> float:
-        """A column summed over the round's exchanges."""
-        return sum(value for name, value in self.row.items() if name.endswith(f"/{column}"))
+        """A column summed over the round's exchanges; an evaluation is none."""
+        own = f"{wire.EVALUATE}/{column}"
+        return sum(value for name, value in self.row.items() if name.endswith(f"/{column}") and name != own)
 
     def line(self) -> str:
         """One line for the terminal: nodes answered of those asked, bytes, metrics."""
+        tested = {name: self.row.get(f"{wire.EVALUATE}/{name}", 0.0) for name in ("asked", "tested")}
+        sent = {way: self.total(f"wire_{way}") + self.row.get(f"{wire.EVALUATE}/wire_{way}", 0.0) for way in WAYS}
+        evaluation = f"  tested {tested['tested']:g}/{tested['asked']:g}" if tested["asked"] else ""
         shown = {k: v for k, v in self.evaluation.items() if "_client_" not in k}
         shown = shown or {k: v for k, v in self.row.items() if k.split("/")[-1] == "loss"}
         scores = "".join(f"  {name} {value:.4g}" for name, value in list(shown.items())[:3])
         return (
             f"round {self.round}/{self.rounds}  nodes {self.total('arrived'):g}/{self.total('asked'):g}  "
-            f"down {_bytes(self.total('wire_down'))}  up {_bytes(self.total('wire_up'))}{scores}  {self.seconds:.1f} s"
+            f"down {_bytes(sent['down'])}  up {_bytes(sent['up'])}{evaluation}{scores}  {self.seconds:.1f} s"
         )
 
 
@@ -126,6 +132,7 @@ class Served(NamedTuple):
     counts: dict[str, int]
     nodes: dict[int, int]  # client -> node
     taken: dict[int, str]  # client -> tag of its last upload that was taken in
+    clients: dict[str, np.ndarray]  # each client's own metrics in the last evaluation on clients, nan if it has none
 
 
 def server_app(
@@ -149,6 +156,7 @@ def server_app(
     """
     drive = partial(serve, alg, params, schema=schema, rounds=rounds, population=population, cohort=cohort, **options)
     _check(rounds, population, cohort, options.get("policy", DEFAULT))
+    check_evaluation(options.get("metrics"), options.get("evaluate_clients"), population)
     app = ServerApp()
 
     @app.main()
@@ -183,6 +191,8 @@ def serve(
     seed: int = 0,
     policy: Policy = DEFAULT,
     evaluate: Callable[[PyTree], dict[str, float]] | None = None,
+    metrics: Callable | None = None,
+    evaluate_clients: int | None = None,
     eval_every: int = 1,
     checkpoints: Path | None = None,
     checkpoint_every: int = 1,
@@ -198,6 +208,9 @@ def serve(
         population: how many clients there are: SCAFFOLD's N. Cohorts are drawn as the simulator draws them.
         policy: deadlines, and what happens when nodes are missing.
         evaluate: (params) -> scores, on the server, after every ``eval_every`` rounds and the last.
+        metrics: those of the nodes' :func:`client_app`. With them the clients are asked, after the same rounds, for
+            sums and counts of the metrics on their own test data: the columns are a simulated run's.
+        evaluate_clients: how many clients are asked, drawn anew each time (default: all).
         checkpoints: a folder; the run goes on from the newest checkpoint in it, and saves one every
             ``checkpoint_every`` rounds. Clients keep what a restart would need.
         fingerprint: a name of your own for what is computed, the same on all nodes.
@@ -207,7 +220,13 @@ def serve(
     _check(rounds, population, cohort, policy)
     check_count("eval_every", eval_every)
     check_count("checkpoint_every", checkpoint_every)
+    check_evaluation(metrics, evaluate_clients, population)
     run = _Run(alg, params, grid, schema, population, cohort or population, seed, policy, fingerprint, say)
+    if metrics is not None:
+        if any(exchange.name == wire.EVALUATE for exchange in alg.exchanges):
+            raise ValueError(f"an exchange named {wire.EVALUATE!r} has the columns of the evaluation: rename it")
+        run.sums = layout_of(sums_shapes(metrics, jax.eval_shape(alg.params, run.server), schema))
+        run.testers = evaluate_clients or population
     if checkpoints is not None and checkpoints.is_dir() and any(p.name.isdigit() for p in checkpoints.iterdir()):
         run.restore(checkpoint.latest(checkpoints))
         if run.done > rounds:
@@ -217,8 +236,12 @@ def serve(
         run.gather()
     while run.done < rounds:
         told = run.round(rounds)
-        if evaluate is not None and (run.done % eval_every == 0 or run.done == rounds):
-            scores = {name: float(value) for name, value in evaluate(alg.params(run.server)).items()}
+        if (evaluate or metrics) and (run.done % eval_every == 0 or run.done == rounds):
+            scores = {}
+            if metrics is not None:
+                told, scores = run.test(told)
+            if evaluate is not None:
+                scores |= {name: float(value) for name, value in evaluate(alg.params(run.server)).items()}
             run.evaluations.append({"round": run.done} | scores)
             told = told._replace(evaluation=scores)
         if checkpoints is not None and (run.done % checkpoint_every == 0 or run.done == rounds):
@@ -239,21 +262,27 @@ def serve(
         dict(run.counts),
         {client: node.id for client, node in run.roster.clients.items()},
         dict(run.taken),
+        scores_by_client(run.tested, population),
     )
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     names = list(dict.fromkeys(name for row in rows for name in row))
-    return {name: np.array([row.get(name, np.nan) for row in rows]) for name in names}
+    absent = {name: 0.0 if name.startswith(f"{wire.EVALUATE}/") else np.nan for name in names}  # most rounds have none
+    return {name: np.array([row.get(name, absent[name]) for row in rows]) for name in names}
 
 
 class _Asked(NamedTuple):
-    """One exchange in progress."""
+    """What a cohort was asked, in progress: an exchange, or an evaluation."""
 
-    exchange: int
+    name: str
     round: int
     tag: str
-    uploads: dict[int, Upload]
+    minimum: int  # answers that it needs
+    wanted: Layout  # of an answer's numbers
+    letter: Callable[[int, int], Letter]  # (client, node) -> what it is asked
+    read: Callable[[Message], Any]  # what came, checked; None if it is not finite
+    uploads: dict[int, Any]
     awaited: dict[int, tuple[int, float]]  # client -> the node that was asked, and when
     notes: list[str]
     tally: Counter  # bytes "down" and "up", and numbers of replies by kind
@@ -302,9 +331,12 @@ class _Run:
         self.history: list[dict[str, float]] = []
         self.evaluations: list[dict[str, float]] = []
         self.counts: Counter = Counter()
+        self.tested: dict[int, dict[str, list[float]]] = {}  # client -> its sums in the last evaluation
         # and what it does not
         self.durable: dict[int, str] = {}  # what was taken in at the last checkpoint
         self.attempt = secrets.token_hex(3)  # a round done again after a restart must not be taken for the first try
+        self.sums: Layout | None = None  # of what clients answer when they evaluate
+        self.testers = 0  # how many are asked to
 
     # -- checkpoints
 
@@ -316,6 +348,7 @@ class _Run:
             "history": self.history,
             "evaluations": self.evaluations,
             "counts": self.counts,
+            "tested": self.tested,
         }
         text = np.frombuffer(json.dumps(plain).encode(), np.uint8)
         checkpoint.save(folder, self.done, {"server": checkpoint.pack(self.server), "run": {"json": text}})
@@ -335,6 +368,7 @@ class _Run:
         self.history, self.evaluations = plain["history"], plain["evaluations"]
         self.taken = {int(client): tag for client, tag in plain["taken"].items()}
         self.durable, self.counts = dict(self.taken), Counter(plain["counts"])
+        self.tested = {int(client): sums for client, sums in plain.get("tested", {}).items()}
 
     # -- replies
 
@@ -391,9 +425,9 @@ class _Run:
         message = reply.message
         if message is None:
             return "failed", reply.error
-        wanted = self.messages[asked.exchange].up.nbytes
+        wanted = asked.wanted.nbytes
         if (size := wire.bounded_bytes(message, wanted + SLACK)) > wanted + SLACK:
-            return "oversized", f"it sent {_bytes(size)}, an upload here has {_bytes(wanted)}"
+            return "oversized", f"it sent {_bytes(size)}, an answer here has {_bytes(wanted)}"
         asked.tally["up"] += size
         try:
             if wire.is_refusal(message):
@@ -401,25 +435,13 @@ class _Run:
                 if refusal.greet:
                     self.roster.forget(reply.ticket.node)
                 return "refused", refusal.refused
-            upload = self.read(asked, message)
+            upload = asked.read(message)
         except (ValueError, TypeError) as error:
             return "malformed", str(error)
         if upload is None:
             return "nonfinite", "its upload is not finite"
         asked.uploads[client] = upload
         return "", ""
-
-    def read(self, asked: _Asked, message: Message) -> Upload | None:
-        """An upload, checked to have the layout that this exchange's uploads have; None if it is not finite."""
-        answer = read_plain(message, Answer)
-        if answer.tag != asked.tag:
-            raise MessageError(f"it answers {answer.tag!r}, asked was {asked.tag!r}")
-        layout = self.messages[asked.exchange].up
-        if answer.layout != layout.digest:
-            check_layout(layout, json.loads(answer.leaves or "[]"), "upload")
-            raise MessageError(f"its upload has the layout {answer.layout}, expected {layout.digest}")
-        up = read_records(layout, wire.arrays_in(message))
-        return self.parts[asked.exchange].upload(up, answer.weight, wire.metrics_in(message))
 
     # -- rounds
 
@@ -431,26 +453,64 @@ class _Run:
         size = min(self.cohort, len(here))
         return [here[i] for i in address.cohort(self.seed, round_, exchange, len(here), size)] if size else []
 
-    def ask(self, asked: _Asked, clients: list[int]) -> None:
-        part, terms = self.parts[asked.exchange], self.roster.terms
+    def order(self, exchange: int, round_: int) -> _Asked:
+        """One exchange of one round, as it is asked of a client and as its uploads are read."""
+        part, terms, wanted = self.parts[exchange], self.roster.terms, self.messages[exchange].up
+        tag = f"{round_}.{exchange}.{self.attempt}"
         arrays = records(part.send(self.server))
-        letters = []
-        for client in clients:
+
+        def letter(client: int, node: int) -> Letter:
             order = Order(
                 run=terms.run,
                 fingerprint=terms.fingerprint,
                 schema=terms.schema,
-                round=asked.round,
-                exchange=asked.exchange,
+                round=round_,
+                exchange=exchange,
                 client=client,
                 seed=self.seed,
-                tag=asked.tag,
+                tag=tag,
                 base=self.taken.get(client, INIT),
                 durable=self.durable.get(client, INIT),
-                layout=self.messages[asked.exchange].up.digest,
+                layout=wanted.digest,
             )
+            return Letter(node, client, f"train.{wire.action_of(part.name)}", content(order, arrays))
+
+        def read(message: Message) -> Upload | None:
+            answer = read_plain(message, Answer)
+            up = _numbers(message, answer, tag, wanted)
+            return part.upload(up, answer.weight, wire.metrics_in(message))
+
+        name = f"exchange {part.name!r}"
+        return _Asked(name, round_, tag, self.policy.minimum, wanted, letter, read, {}, {}, [], Counter())
+
+    def question(self, round_: int, wanted: Layout) -> tuple[_Asked, int]:
+        """An evaluation of the model after a round, and the bytes of that model."""
+        terms, tag = self.roster.terms, f"{round_}.{wire.EVALUATE}.{self.attempt}"
+        model = self.alg.params(self.server)
+        arrays = records(model)
+
+        def letter(client: int, node: int) -> Letter:
+            asked = Question(terms.run, terms.fingerprint, terms.schema, client, tag, wanted.digest)
+            return Letter(node, client, wire.EVALUATE, content(asked, arrays))
+
+        def read(message: Message) -> Sums | None:
+            answer = read_plain(message, Tested)
+            if answer.examples < 0:
+                raise MessageError(f"field 'examples' should be at least 0, got {answer.examples}")
+            if answer.examples == 0:
+                _check_tag(answer.tag, tag)
+                return {}
+            found = _numbers(message, answer, tag, wanted)
+            return found if are_sums(found) else None
+
+        asked = _Asked("the evaluation", round_, tag, 0, wanted, letter, read, {}, {}, [], Counter())
+        return asked, layout_of(model).nbytes
+
+    def ask(self, asked: _Asked, clients: list[int]) -> None:
+        letters = []
+        for client in clients:
             node = self.roster.clients[client].id
-            letters.append(Letter(node, client, f"train.{wire.action_of(part.name)}", content(order, arrays)))
+            letters.append(asked.letter(client, node))
             asked.awaited[client] = (node, time.monotonic())
         asked.tally["down"] += self.post.send(letters, tag=asked.tag, group=str(asked.round + 1))
 
@@ -479,7 +539,7 @@ class _Run:
         while True:
             heard = self.listen(asked)
             now = time.monotonic()
-            enough = len(asked.uploads) >= policy.minimum
+            enough = len(asked.uploads) >= asked.minimum
             waits = policy.too_few == "wait" and not enough
             if now >= deadline:
                 for node, _ in asked.awaited.values():
@@ -502,8 +562,8 @@ class _Run:
     def shortage(self, asked: _Asked, within: str) -> str:
         notes = "".join(f"\n  {note}" for note in asked.notes)
         return (
-            f"round {asked.round + 1}, exchange {self.parts[asked.exchange].name!r}: {len(asked.uploads)} uploads "
-            f"within {within}; at least {self.policy.minimum} are needed{notes}"
+            f"round {asked.round + 1}, {asked.name}: {len(asked.uploads)} uploads within {within}; at least "
+            f"{asked.minimum} are needed{notes}"
         )
 
     def round(self, rounds: int) -> Round:
@@ -516,7 +576,7 @@ class _Run:
         enough = True
         for index, part in enumerate(self.parts):
             started = time.monotonic()
-            asked = _Asked(index, round_, f"{round_}.{index}.{self.attempt}", {}, {}, [], Counter())
+            asked = self.order(index, round_)
             if enough:
                 cohort = self.draw(round_, index, cohort)
                 enough = self.exchange(asked, cohort)
@@ -525,23 +585,72 @@ class _Run:
             taken = asked.uploads if enough else {}
             self.server, means = part.step(self.server, taken, round_, self.seed)
             self.taken |= dict.fromkeys(taken, asked.tag)
-            self.counts.update({kind: asked.tally[kind] for kind in FAULTS})
             notes += asked.notes
-            size, many = self.messages[index], len(cohort) if asked.tally["down"] else 0
-            columns = means | {
-                "arrived": len(taken),
-                "refused": asked.tally["nonfinite"],  # the simulator's word for an upload that is not admitted
-                "bytes_down": float(many * size.down.nbytes),
-                "bytes_up": float(len(taken) * size.up.nbytes),
-                "asked": many,
-                "wire_down": float(asked.tally["down"]),
-                "wire_up": float(asked.tally["up"]),
-                "seconds": time.monotonic() - started,
-                "missing": asked.tally["missing"],
-                "rejected": sum(asked.tally[kind] for kind in ("malformed", "oversized", "failed", "refused")),
-            }
+            size, many = self.messages[index].down.nbytes, len(cohort) if asked.tally["down"] else 0
+            columns = means | {"arrived": len(taken)} | self.account(asked, started, many, size, len(taken))
             row |= {f"{part.name}/{name}": value for name, value in columns.items()}
         row |= {"late": self.counts["late"] - late, "skipped": float(not enough), "seconds": time.monotonic() - began}
         self.history.append(row)
         self.done += 1
         return Round(self.done, rounds, row, {}, row["seconds"], tuple(notes))
+
+    def account(self, asked: _Asked, started: float, many: int, size: int, taken: int) -> dict[str, float]:
+        """What an exchange or an evaluation cost, and what went wrong in it, as columns of the history.
+
+        many clients were sent ``size`` bytes of numbers each; ``taken`` of their answers counted.
+        """
+        self.counts.update({kind: asked.tally[kind] for kind in FAULTS})
+        return {
+            "refused": asked.tally["nonfinite"],  # the simulator's word for an upload that is not admitted
+            "bytes_down": float(many * size),
+            "bytes_up": float(taken * asked.wanted.nbytes),
+            "asked": many,
+            "wire_down": float(asked.tally["down"]),
+            "wire_up": float(asked.tally["up"]),
+            "seconds": time.monotonic() - started,
+            "missing": asked.tally["missing"],
+            "rejected": sum(asked.tally[kind] for kind in ("malformed", "oversized", "failed", "refused")),
+        }
+
+    def test(self, told: Round) -> tuple[Round, dict[str, float]]:
+        """Ask clients how good the model is on their own test data. Nobody's silence takes longer than a deadline."""
+        assert self.sums is not None
+        started, late, population = time.monotonic(), self.counts["late"], self.roster.terms.population
+        here = sorted(self.roster.clients)
+        drawn = min(self.testers, len(here))
+        # beside the addresses of the exchanges' cohorts: who is tested says nothing about who trains
+        which = address.cohort(self.seed, self.done - 1, len(self.parts), len(here), drawn) if drawn else []
+        asked, size = self.question(self.done - 1, self.sums)
+        cohort = [here[i] for i in which]
+        self.exchange(asked, cohort)
+        found = {client: sums for client, sums in asked.uploads.items() if sums}
+        self.tested = {
+            client: {name: both.tolist() for name, both in found[client].items()} for client in sorted(found)
+        }
+        columns = {"tested": len(found), "untested": len(asked.uploads) - len(found)}
+        columns |= self.account(asked, started, len(cohort), size, len(found))
+        row = told.row | {f"{wire.EVALUATE}/{name}": value for name, value in columns.items()}
+        row["late"] += self.counts["late"] - late
+        row["seconds"] += columns["seconds"]
+        self.history[-1] = row
+        notes = [*told.notes, *asked.notes]
+        if not found:
+            notes.append(
+                f"nobody evaluated the model: of {len(cohort)} clients {columns['untested']} have no test data"
+            )
+        told = told._replace(row=row, seconds=row["seconds"], notes=tuple(notes))
+        return told, summary(self.tested, population)
+
+
+def _numbers(message: Message, answer: Answer | Tested, tag: str, wanted: Layout) -> PyTree:
+    """The numbers of an answer, checked to be to what was asked and to have the layout that it must have."""
+    _check_tag(answer.tag, tag)
+    if answer.layout != wanted.digest:
+        check_layout(wanted, json.loads(answer.leaves or "[]"), "upload")
+        raise MessageError(f"its upload has the layout {answer.layout}, expected {wanted.digest}")
+    return read_records(wanted, wire.arrays_in(message))
+
+
+def _check_tag(given: str, asked: str) -> None:
+    if given != asked:
+        raise MessageError(f"it answers {given!r}, asked was {asked!r}")

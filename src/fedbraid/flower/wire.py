@@ -15,10 +15,22 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from fedbraid.flower.pack import MessageError
 
-__all__ = ["Answer", "Greeting", "Order", "Presence", "Refusal", "action_of", "content", "serialized_bytes"]
+__all__ = [
+    "Answer",
+    "Greeting",
+    "Order",
+    "Presence",
+    "Question",
+    "Refusal",
+    "Tested",
+    "action_of",
+    "content",
+    "serialized_bytes",
+]
 
 PLAIN, ARRAYS, METRICS = "fedbraid", "arrays", "metrics"
 HELLO = "hello"
+EVALUATE = "evaluate"  # Flower's own type of message
 SAFE = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,79}")  # names that become file names on a node
 
 
@@ -66,6 +78,26 @@ class Answer(NamedTuple):
     weight: float
     layout: str
     leaves: str = ""  # the upload's layout in full, when it is not the expected one
+
+
+class Question(NamedTuple):
+    """Server to node: how good is this model on the client's own test data?"""
+
+    run: str
+    fingerprint: str
+    schema: str
+    client: int
+    tag: str
+    layout: str  # digest of the sums that are expected
+
+
+class Tested(NamedTuple):
+    """Node to server: sums over that many test examples; without any, no sums."""
+
+    tag: str
+    examples: int
+    layout: str
+    leaves: str = ""  # the layout of the sums in full, when it is not the expected one
 
 
 class Refusal(NamedTuple):

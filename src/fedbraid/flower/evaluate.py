@@ -1,0 +1,112 @@
+"""Evaluation on the clients' own test data: a node answers a model with sums and counts, and nothing else.
+
+The node computes with the simulator's own reductions (:mod:`fedbraid.simulate.evaluate`), and so does the server with
+what the nodes send: on the same data and model, a deployed run has the columns and the values of a simulated one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedbraid.core import check_count
+from fedbraid.data.federated import Split
+from fedbraid.flower.identity import Schema, check_data, shapes_of
+from fedbraid.flower.rows import padded
+from fedbraid.models.rewrite import fast_convolutions
+from fedbraid.simulate.evaluate import client_values, in_batches, score, summarize
+
+__all__ = [
+    "are_sums",
+    "batches_of",
+    "check_evaluation",
+    "rows_of",
+    "scores_by_client",
+    "summary",
+    "sums_program",
+    "sums_shapes",
+]
+
+PyTree = Any
+Sums = Mapping[str, Any]
+"""Of one client: ``{metric: [its sum over the test examples, the sum of its weights]}``."""
+
+
+def check_evaluation(metrics: Callable | None, evaluate_clients: int | None, population: int) -> None:
+    """Refuse a number of clients to evaluate that there are not, or that would not evaluate anything."""
+    if evaluate_clients is None:
+        return
+    if metrics is None:
+        raise ValueError(f"evaluate_clients={evaluate_clients!r} asks clients to evaluate: give the metrics too")
+    if check_count("evaluate_clients", evaluate_clients) > population:
+        raise ValueError(
+            f"evaluate_clients must be at most the population of {population} clients, got {evaluate_clients}"
+        )
+
+
+# -- a node
+
+
+def rows_of(schema: Schema, arrays: Mapping[str, Any] | None) -> int:
+    """How many test examples a site has; 0 if it has none. Examples that do not fit the schema are a ValueError."""
+    if arrays is None or (isinstance(arrays, Mapping) and not any(len(a) for a in arrays.values())):
+        return 0
+    return check_data(schema, arrays)
+
+
+def batches_of(arrays: Mapping[str, Any], rows: int, room: int) -> tuple[dict[str, Any], Any]:
+    """A site's test examples in batches, padded to ``room``: a site whose data grows a little compiles nothing new.
+
+    What pads belongs to a second client, whom nobody looks at.
+    """
+    return in_batches(Split(padded(arrays, rows, room), np.array([0, rows, room])))
+
+
+def sums_program(metrics: Callable) -> Callable[[PyTree, dict[str, Any], Any], dict[str, Any]]:
+    """(params, *batches_of) -> the sums of the first client: all that leaves a node."""
+    fast = fast_convolutions(metrics)
+
+    def sums(params: PyTree, batches: dict[str, Any], owners: Any) -> dict[str, Any]:
+        return {name: both[:, 0] for name, both in score(fast, params, batches, owners, clients=2).items()}
+
+    return sums
+
+
+def sums_shapes(metrics: Callable, params: PyTree, schema: Schema) -> dict[str, jax.ShapeDtypeStruct]:
+    """What a node sends, as shapes."""
+    one = {name: np.zeros((1, *field.shape), field.dtype) for name, field in schema.items()}
+    return jax.eval_shape(sums_program(metrics), shapes_of(params), *batches_of(one, 1, 1))
+
+
+# -- the server
+
+
+def are_sums(found: Sums) -> bool:
+    """Whether all numbers are finite and no weight is negative."""
+    return all(np.all(np.isfinite(both)) and both[1] >= 0 for both in found.values())
+
+
+def _stacked(found: Mapping[int, Sums], population: int) -> dict[str, Any]:
+    """As the simulator has them, ``{metric: [2, population]}``; clients that were not heard weigh nothing."""
+    out: dict[str, Any] = {}
+    for name in next(iter(found.values()), {}):
+        table = np.zeros((2, population))
+        for client, sums in found.items():
+            table[:, client] = sums[name]
+        out[name] = jnp.asarray(table, jnp.result_type(float))
+    return out
+
+
+def summary(found: Mapping[int, Sums], population: int) -> dict[str, float]:
+    """The simulator's columns: every metric over all examples, and how it is spread over the clients."""
+    return {name: float(value) for name, value in summarize(_stacked(found, population)).items()}
+
+
+def scores_by_client(found: Mapping[int, Sums], population: int) -> dict[str, np.ndarray]:
+    """Each client's own metrics; nan for one that was not asked, has no test data, or was left out."""
+    stacked = _stacked(found, population)
+    return {f"test_{name}": np.asarray(client_values(both)) for name, both in stacked.items()}
