@@ -8,20 +8,29 @@ from __future__ import annotations
 from functools import cache
 
 import jax
-from jax.extend.backend import get_backend
 
 __all__ = ["available", "interpreted"]
 
 OLDEST = 8.0  # compute capability: tensor cores that take float32 as TF32
 
 
-@cache
+DEVICE = "jax_default_device"
+
+
 def available() -> bool:
-    """Whether this machine's devices run these kernels."""
-    device = jax.devices()[0]
-    if device.platform != "gpu" or "cuda" not in get_backend().platform_version.lower():
+    """Whether what is traced now runs where these kernels do."""
+    device = getattr(jax.config, DEVICE)
+    platform = jax.default_backend() if device is None else getattr(device, "platform", device)
+    return platform in ("gpu", "cuda") and _recent()
+
+
+@cache
+def _recent() -> bool:
+    """Whether the GPUs here are NVIDIA's, and not too old."""
+    gpu = jax.devices("gpu")[0]
+    if "rocm" in gpu.client.platform_version.lower():
         return False
-    return float(getattr(device, "compute_capability", 0)) >= OLDEST
+    return float(getattr(gpu, "compute_capability", 0)) >= OLDEST
 
 
 def interpreted() -> bool:
