@@ -94,8 +94,8 @@ ENTRY = Entry(
         "MimeAdam is the best, as in the paper, by 0.1 to 0.4 points over FedAvg with Adagrad, momentum and SGD: less "
         "than another seed may change. MimeLiteAdam is not second.",
         "Most are 2 to 3 points above the paper's: the writers at hand are others, and 7 in 10 of their images digits.",
-        "SGD and momentum are best at rate 1, the edge of the paper's grid. FedAvgAdam's accuracy hardly depends on "
-        "the client rate, for the server's Adam undoes its scale.",
+        "SGD and FedAvg with momentum are best at rate 1, the edge of the paper's grid. FedAvgAdam's accuracy hardly "
+        "depends on the client rate, for the server's Adam undoes its scale.",
     ),
     needs=("femnist",),
     duration="about 7 minutes on two cores",
