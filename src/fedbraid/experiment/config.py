@@ -195,7 +195,10 @@ def _sentence(error: Mapping[str, Any], model: type[BaseModel], section: str) ->
     if error["type"] == "extra_forbidden":
         parent = ".".join(map(str, [*before, *location[:-1]]))
         return unknown(f"key in [{parent}]" if parent else "key", str(location[-1]), _fields_at(model, location[:-1]))
-    return f"{key} = {json.dumps(error['input'], default=str)}: {error['msg'].lower()}"
+    given = json.dumps(error["input"], default=str)
+    if error["type"] == "value_error":  # a check of our own, which speaks for itself
+        return f"{key} = {given}: {error['msg'].removeprefix('Value error, ')}"
+    return f"{key} = {given}: {error['msg'].lower()}"
 
 
 def dump(config: Config) -> str:
