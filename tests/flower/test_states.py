@@ -144,23 +144,6 @@ def test_a_restarted_node_goes_on_from_its_folder(tmp_path):
     np.testing.assert_allclose(committed(grid, served).mean(0), served.server.mean, atol=1e-5)
 
 
-def test_a_node_that_lost_its_state_is_refused_by_name(capsys):
-    grid = grid_of(ALG)
-
-    def restart(told):
-        if told.round == 2:
-            config = grid.contexts[103].node_config
-            grid.leave(103)
-            grid.join(203, config)
-
-    served = deploy(ALG, grid, rounds=4, policy=QUICK, on_round=restart)
-    out = capsys.readouterr().out
-    assert "node 203 is refused: client 3 lost its state" in out
-    assert "state-dir" in out
-    assert 3 not in served.nodes
-    assert served.history["train/arrived"].tolist() == [5, 5, 4, 4]
-
-
 def test_the_first_state_is_made_of_the_servers_parameters():
     """A node's own parameters count for their shapes alone: FedSplit's z starts at the server's x."""
     alg = ALG._replace(init_client=lambda p: jnp.stack([p["w"][0], p["b"], p["b"]]))

@@ -30,7 +30,7 @@ from fedbraid.flower.identity import (
 )
 from fedbraid.flower.pack import Layout, layout_of, pack, read_records, records, unpack
 from fedbraid.flower.rows import padded, room_for
-from fedbraid.flower.states import INIT, States, states_of
+from fedbraid.flower.states import States, states_of
 from fedbraid.flower.wire import (
     Answer,
     Greeting,
@@ -192,10 +192,11 @@ class _Site:
         held: list[str] = []
         if self.state_layout.leaves:
             states = states_of(context, greeting.run, number)
-            if not states.held():
-                # the first state is made from the server's own parameters, so that both mean the same bits
+            if greeting.first not in states.held():
+                # made from the server's own parameters, so that both mean the same bits; made even where other states
+                # are, because only the server knows whether the one that it needs is among them
                 params = read_records(layout_of(self.params), wire.arrays_in(message))
-                states.write(INIT, pack(jax.jit(self.alg.init_client)(params)))
+                states.write(greeting.first, pack(jax.jit(self.alg.init_client)(params)))
             held = states.held()
         presence = Presence(
             client=number,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 from flwr.app import ArrayRecord
@@ -29,6 +29,7 @@ class Node(NamedTuple):
     id: int
     client: int
     examples: int
+    held: frozenset[str] = frozenset()  # its client's states, when it was greeted
 
 
 class Terms(NamedTuple):
@@ -41,18 +42,24 @@ class Terms(NamedTuple):
     exchanges: tuple[str, ...]
     messages: tuple[Messages, ...]
     params: ArrayRecord | None  # the first parameters, if clients make their first state from them
+    first: str = INIT  # the name of that state
 
 
 class Roster:
     """The clients of the population that are connected, each by its node.
 
     A node that says it is a client which another node already is waits until that one fails to answer or goes: so a
-    restarted node gets its place back at once, and a copy of a node's config does not displace the node.
+    restarted node gets its place back at once, and a copy of a node's config does not displace the node. One that comes
+    without the state that its client should have never displaces another; if its client has no other node, it is lost.
+
+    base: (client) -> the state that the client's next work starts from.
     """
 
-    def __init__(self, grid: Grid, post: Post, terms: Terms) -> None:
-        self._grid, self._post, self.terms = grid, post, terms
+    def __init__(self, grid: Grid, post: Post, terms: Terms, base: Callable[[int], str]) -> None:
+        self._grid, self._post, self.terms, self._base = grid, post, terms, base
         self.clients: dict[int, Node] = {}
+        self.lost: dict[int, Node] = {}  # clients that are there without their state
+        self._greeted: dict[int, str] = {}  # node -> the first state that it was last told of
         self.refused: dict[int, str] = {}  # node -> why
         self._retry: dict[int, float] = {}  # node that could not answer -> when to greet it again
         self._rivals: dict[int, Node] = {}
@@ -62,10 +69,12 @@ class Roster:
         """Greet the nodes that came, forget those that went."""
         online = set(self._grid.get_node_ids())
         self.clients = {client: node for client, node in self.clients.items() if node.id in online}
+        self.lost = {client: node for client, node in self.lost.items() if node.id in online}
         self._rivals = {id_: node for id_, node in self._rivals.items() if id_ in online}
         for rival in list(self._rivals.values()):
-            self._settle(rival)
-        known = {node.id for node in self.clients.values()} | set(self._rivals) | set(self.refused)
+            self._settle(rival, heard=False)
+        known = {node.id for node in (*self.clients.values(), *self.lost.values())}
+        known |= set(self._rivals) | set(self.refused)
         known |= {node for node, when in self._retry.items() if when > time.monotonic()}
         fresh = sorted(online - known - self._post.waiting(wire.HELLO))
         free = [client for client in range(self.terms.population) if client not in self.clients]
@@ -73,11 +82,12 @@ class Roster:
         letters = []
         for i, node in enumerate(fresh):
             offer = free[i] if i < len(free) else 0
-            greeting = Greeting(t.run, t.fingerprint, t.schema, t.population, offer)
+            greeting = Greeting(t.run, t.fingerprint, t.schema, t.population, offer, t.first)
+            self._greeted[node] = t.first
             letters.append(Letter(node, -1, f"query.{wire.HELLO}", content(greeting, t.params)))
         self._post.send(letters, tag=wire.HELLO, group=wire.HELLO)
 
-    def hear(self, reply: Reply, taken: Mapping[int, str]) -> str | None:
+    def hear(self, reply: Reply) -> str | None:
         """A node's answer to a greeting. Returns why it is not let in, if it is not."""
         if reply.message is None:  # a crash there, or a node that went: it may be well a little later
             self._retry[reply.ticket.node] = time.monotonic() + RETRY
@@ -88,14 +98,19 @@ class Roster:
             if wire.is_refusal(reply.message):
                 raise MessageError(read_plain(reply.message, Refusal).refused)
             presence = read_plain(reply.message, Presence)
-            self._check(presence, taken)
+            self._check(presence)
+            held = frozenset(map(str, json.loads(presence.held)))
         except (ValueError, TypeError) as error:
-            self.refused[reply.ticket.node] = f"node {reply.ticket.node} is refused: {error}"
-            return self.refused[reply.ticket.node]
-        self._settle(Node(reply.ticket.node, presence.client, presence.examples))
+            return self.refuse(reply.ticket.node, str(error))
+        self._settle(Node(reply.ticket.node, presence.client, presence.examples, held))
         return None
 
-    def _check(self, presence: Presence, taken: Mapping[int, str]) -> None:
+    def refuse(self, node: int, why: str) -> str:
+        """Do not let a node in, for the rest of the run; returns the sentence that says so."""
+        self.refused[node] = f"node {node} is refused: {why}"
+        return self.refused[node]
+
+    def _check(self, presence: Presence) -> None:
         t = self.terms
         if presence.fingerprint != t.fingerprint:
             raise MessageError(f"its fingerprint is {presence.fingerprint}, the server's {t.fingerprint}")
@@ -104,20 +119,34 @@ class Roster:
             check_layout(ours.up, up, f"exchange {name!r}, upload")
         if not 0 <= presence.client < t.population:
             raise MessageError(f"client {presence.client} is not in a population of {t.population}")
-        base, held = taken.get(presence.client, INIT), json.loads(presence.held)
-        if t.params is not None and base not in held:
-            raise MessageError(
-                f"client {presence.client} lost its state {base!r} (it holds {held}): it no longer agrees with the "
-                "server; give nodes a state-dir that outlives them"
-            )
 
-    def _settle(self, node: Node) -> None:
+    def _settle(self, node: Node, *, heard: bool = True) -> None:
+        """Give a node its client's place, or let it wait. heard: what it holds is what it said just now."""
         holder = self.clients.get(node.client)
         self._rivals.pop(node.id, None)
-        if holder is None or holder.id == node.id or holder.id in self._failing:
-            self.clients[node.client] = node
-        else:
+        free = holder is None or holder.id == node.id
+        if self.terms.params is None or self._base(node.client) in node.held:
+            if free or (holder is not None and holder.id in self._failing):
+                self.clients[node.client] = node
+                self.lost.pop(node.client, None)
+            else:
+                self._rivals[node.id] = node
+        elif not free:
             self._rivals[node.id] = node
+        elif heard and self._greeted.get(node.id) == self.terms.first:
+            self.clients.pop(node.client, None)
+            self.lost[node.client] = node
+        # else it may hold more by now than it said, and is greeted anew
+
+    def admit(self, node: Node) -> None:
+        """A client that was lost, and whose next work starts from a state that its node holds."""
+        self.lost.pop(node.client, None)
+        self._settle(node)
+
+    def renew(self, terms: Terms) -> None:
+        """Other terms: all nodes must be greeted again."""
+        self.terms = terms
+        self.clients, self.lost, self._rivals = {}, {}, {}
 
     def answered(self, node: int) -> None:
         self._failing.discard(node)

@@ -25,7 +25,7 @@ from flwr.app.exception import AppExitException
 from flwr.serverapp import Grid, ServerApp
 
 from fedbraid import address
-from fedbraid.core import Algorithm, check_choice, check_count, check_number
+from fedbraid.core import Algorithm, check_choice, check_count, check_number, keep
 from fedbraid.flower import wire
 from fedbraid.flower.aggregate import Aggregator, Upload
 from fedbraid.flower.evaluate import Sums, are_sums, check_evaluation, scores_by_client, summary, sums_shapes
@@ -43,6 +43,7 @@ PyTree = Any
 SLACK = 1 << 20  # a reply larger than its upload by more than this is not read
 POLL = (0.01, 0.5)  # seconds between two looks for replies: first, and at most
 WAYS = ("down", "up")
+LOSSES = 3  # a client that loses its state more often is refused: every time may cost all others theirs
 LOOK = 2.0  # seconds between two looks for nodes that came or came back
 
 
@@ -61,6 +62,10 @@ class Policy(NamedTuple):
         ``skip``: leave the server as it is and go to the next round; ``abort``: end with a non-zero exit code.
     patience: seconds after which ``wait`` gives up and aborts.
     join: seconds to wait at the start for the whole population; then the run starts with ``minimum`` nodes or aborts.
+    lost_state: what happens to a client whose node comes without the state that it should have. ``reset``: it alone
+        starts anew from its first state; ``restart``: server and clients start anew from the current model;
+        ``refuse``: its node is left out; ``auto``: ``restart`` if the server must agree with the clients' states (an
+        exchange reconciles them, as SCAFFOLD's does), else ``reset``.
     """
 
     deadline: float = 600.0
@@ -68,6 +73,7 @@ class Policy(NamedTuple):
     too_few: Literal["wait", "skip", "abort"] = "skip"
     patience: float = 3600.0
     join: float = 120.0
+    lost_state: Literal["auto", "reset", "restart", "refuse"] = "auto"
 
     def check(self) -> None:
         check_number("deadline", self.deadline, low=0, open_low=True)
@@ -75,6 +81,7 @@ class Policy(NamedTuple):
         check_choice("too_few", self.too_few, ("wait", "skip", "abort"))
         check_number("patience", self.patience, low=0)
         check_number("join", self.join, low=0)
+        check_choice("lost_state", self.lost_state, ("auto", "reset", "restart", "refuse"))
 
 
 DEFAULT = Policy()
@@ -120,7 +127,8 @@ def _bytes(n: float) -> str:
 class Served(NamedTuple):
     """A deployed run: what :class:`fedbraid.simulate.Result` is for a simulated one.
 
-    counts: how many replies of the whole run were late, missing, malformed, nonfinite, oversized, failed or refused.
+    counts: how many replies of the whole run were late, missing, malformed, nonfinite, oversized, failed or refused,
+        and how many times a client had lost its state.
     """
 
     params: PyTree
@@ -233,7 +241,7 @@ def serve(
             raise ValueError(f"the checkpoint in {checkpoints} is of round {run.done}, after the last, {rounds}")
     began = time.monotonic()
     if run.done < rounds:
-        run.gather()
+        run.join()
     while run.done < rounds:
         told = run.round(rounds)
         if (evaluate or metrics) and (run.done % eval_every == 0 or run.done == rounds):
@@ -247,7 +255,7 @@ def serve(
         if checkpoints is not None and (run.done % checkpoint_every == 0 or run.done == rounds):
             run.save(checkpoints)
         elif checkpoints is None:
-            run.durable = dict(run.taken)
+            run.settle()
         for line in (told.line(), *told.notes):
             say(line)
         if on_round is not None:
@@ -264,6 +272,11 @@ def serve(
         dict(run.taken),
         scores_by_client(run.tested, population),
     )
+
+
+def _strong(tree: PyTree) -> PyTree:
+    """Arrays of their own, without the weak types of Python's numbers."""
+    return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.asarray(leaf).dtype), tree)
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
@@ -307,12 +320,11 @@ class _Run:
         name: str | None,
         say: Callable[[str], None],
     ) -> None:
-        strong = partial(jax.tree.map, lambda leaf: jnp.array(leaf, jnp.asarray(leaf).dtype))
-        params = strong(params)
+        params = _strong(params)
         self.alg, self.policy, self.seed, self.cohort, self.say = alg, policy, seed, cohort, say
         self.messages: tuple[Messages, ...] = messages_of(alg, params, schema)
         self.parts = [Aggregator(alg, i, rows=cohort, population=population) for i in range(len(alg.exchanges))]
-        stateful = bool(jax.tree.leaves(jax.eval_shape(alg.init_client, params)))
+        self.stateful = bool(jax.tree.leaves(jax.eval_shape(alg.init_client, params)))
         terms = Terms(
             run=secrets.token_hex(6),
             fingerprint=fingerprint(alg, params, schema) if name is None else name,
@@ -320,13 +332,15 @@ class _Run:
             population=population,
             exchanges=tuple(exchange.name for exchange in alg.exchanges),
             messages=self.messages,
-            params=records(params) if stateful else None,
+            params=records(params) if self.stateful else None,
         )
         self.post = Post(grid, keep=max(4 * policy.deadline, 600.0))
-        self.roster = Roster(grid, self.post, terms)
+        self.roster = Roster(grid, self.post, terms, self.base)
         # what a checkpoint holds, beside the name of the run
         self.done = 0
-        self.server = strong(alg.init(params))
+        self.server = _strong(alg.init(params))
+        self.first = params  # what the clients' first states are made of
+        self.losses: Counter = Counter()  # client -> times that it had lost its state
         self.taken: dict[int, str] = {}  # client -> tag of its last upload that was taken in
         self.history: list[dict[str, float]] = []
         self.evaluations: list[dict[str, float]] = []
@@ -334,11 +348,21 @@ class _Run:
         self.tested: dict[int, dict[str, list[float]]] = {}  # client -> its sums in the last evaluation
         # and what it does not
         self.durable: dict[int, str] = {}  # what was taken in at the last checkpoint
+        self.restarted = False  # all started anew since the last round
+        self.durable_first = INIT  # and the name of the clients' first states then
         self.attempt = secrets.token_hex(3)  # a round done again after a restart must not be taken for the first try
         self.sums: Layout | None = None  # of what clients answer when they evaluate
         self.testers = 0  # how many are asked to
 
+    def base(self, client: int) -> str:
+        """The state that the client's next work starts from."""
+        return self.taken.get(client, self.roster.terms.first)
+
     # -- checkpoints
+
+    def settle(self) -> None:
+        """From now on, a restarted server would go on from here."""
+        self.durable, self.durable_first = dict(self.taken), self.roster.terms.first
 
     def save(self, folder: Path) -> None:
         plain = {
@@ -349,10 +373,15 @@ class _Run:
             "evaluations": self.evaluations,
             "counts": self.counts,
             "tested": self.tested,
+            "first": self.roster.terms.first,
+            "losses": self.losses,
         }
         text = np.frombuffer(json.dumps(plain).encode(), np.uint8)
-        checkpoint.save(folder, self.done, {"server": checkpoint.pack(self.server), "run": {"json": text}})
-        self.durable = dict(self.taken)
+        tree = {"server": checkpoint.pack(self.server), "run": {"json": text}}
+        if self.roster.terms.first != INIT:  # else they are the configuration's
+            tree["first"] = checkpoint.pack(self.first)
+        checkpoint.save(folder, self.done, tree)
+        self.settle()
 
     def restore(self, place: Path) -> None:
         self.done, tree = checkpoint.load(place)
@@ -363,24 +392,35 @@ class _Run:
                 f"the checkpoint {place} is of an algorithm with the fingerprint {plain['fingerprint']}, this run's is "
                 f"{terms.fingerprint}: resume with the configuration it was made with, or choose another folder"
             )
-        self.roster.terms = terms._replace(run=plain["run"])
+        terms = terms._replace(run=plain["run"], first=plain.get("first", INIT))
+        if terms.first != INIT:
+            self.first = checkpoint.unpack(self.first, tree["first"], "first parameters")
+            terms = terms._replace(params=records(self.first))
+        self.roster.terms = terms
         self.server = checkpoint.unpack(self.server, tree["server"] or {}, "server state")
         self.history, self.evaluations = plain["history"], plain["evaluations"]
         self.taken = {int(client): tag for client, tag in plain["taken"].items()}
-        self.durable, self.counts = dict(self.taken), Counter(plain["counts"])
+        self.counts = Counter(plain["counts"])
+        self.losses = Counter({int(client): n for client, n in plain.get("losses", {}).items()})
+        self.settle()
         self.tested = {int(client): sums for client, sums in plain.get("tested", {}).items()}
 
     # -- replies
 
-    def gather(self) -> None:
-        """Wait for the population, at most as long as the policy says."""
-        population = self.roster.terms.population
+    def gather(self, wanted: int) -> None:
+        """Wait for that many clients, at most as long as the policy says."""
         until, pause = time.monotonic() + self.policy.join, POLL[0]
-        while len(self.roster.clients) < population and time.monotonic() < until:
+        while len(self.roster.clients) < wanted and time.monotonic() < until:
             self.roster.greet()
             pause = POLL[0] if self.listen(None) else min(2 * pause, POLL[1])
-            if len(self.roster.clients) < population:
+            self.recover()
+            if len(self.roster.clients) < wanted:
                 time.sleep(max(0.0, min(pause, until - time.monotonic())))
+
+    def join(self) -> None:
+        """Wait for the population; without the policy's minimum there is no run."""
+        population = self.roster.terms.population
+        self.gather(population)
         if (joined := len(self.roster.clients)) < self.policy.minimum:
             reasons = "".join(f"\n  {reason}" for reason in self.roster.refused.values())
             raise TooFewError(
@@ -393,7 +433,7 @@ class _Run:
         replies = self.post.replies()
         for reply in replies:
             if reply.ticket.tag == wire.HELLO:
-                if reason := self.roster.hear(reply, self.taken):
+                if reason := self.roster.hear(reply):
                     self.counts["refused"] += reply.ticket.node in self.roster.refused
                     self.say(reason)
             elif asked is None or reply.ticket.tag != asked.tag:
@@ -401,6 +441,51 @@ class _Run:
             elif self.is_awaited(asked, reply):
                 self.judge(asked, reply)
         return len(replies)
+
+    # -- clients that lost their state
+
+    def recover(self) -> bool:
+        """Between rounds: what becomes of clients that are there without their state. True if all start anew.
+
+        Server and clients of SCAFFOLD agree that c is the mean of the c_i. If one c_i became 0, the server would have
+        to take c_i / N off c, and it does not know c_i: it keeps the sum of all, not one for each client. What needs
+        no memory is to begin again where everybody agrees, for any algorithm: at ``init`` and ``init_client`` of the
+        current model. Control variates are then found anew; the model stays.
+        """
+        policy, restart = self.policy.lost_state, []
+        if policy == "auto":
+            policy = "restart" if any(e.reconcile is not keep for e in self.alg.exchanges) else "reset"
+        for client, node in sorted(self.roster.lost.items()):
+            words = f"client {client} (node {node.id}) lost its state {self.base(client)!r}"
+            self.losses[client] += 1
+            self.counts["lost"] += 1
+            if policy == "refuse" or self.losses[client] > LOSSES:
+                del self.roster.lost[client]
+                self.counts["refused"] += 1
+                often = f" ({self.losses[client]} times in this run)" if self.losses[client] > 1 else ""
+                why = f"client {client} lost its state {self.base(client)!r}{often}: give nodes a state-dir"
+                self.say(self.roster.refuse(node.id, f"{why} that outlives them"))
+            elif policy == "restart":
+                restart.append(words)
+            else:
+                self.taken[client] = self.roster.terms.first
+                self.roster.admit(node)
+                self.say(f"{words}: it starts anew from its first state, the others keep theirs")
+        if restart:
+            self.restart()
+            model = f"the model of round {self.done}" if self.done else "the first model"
+            self.say(f"{', '.join(restart)}: server and clients start anew from {model}, so that they agree again")
+        return bool(restart)
+
+    def restart(self) -> None:
+        """Server and clients as a run has them that starts from the current model. No upload may be on its way in."""
+        self.first = _strong(self.alg.params(self.server))
+        self.server = _strong(self.alg.init(self.first))
+        self.taken, self.restarted = {}, True
+        first = f"{INIT}.{self.done}.{secrets.token_hex(3)}"
+        self.roster.renew(self.roster.terms._replace(first=first, params=records(self.first)))
+
+    # -- answers
 
     def is_awaited(self, asked: _Asked, reply: Reply) -> bool:
         """Whether a reply settles a client's part: a node that is gone does not, if another was asked in its place."""
@@ -469,8 +554,8 @@ class _Run:
                 client=client,
                 seed=self.seed,
                 tag=tag,
-                base=self.taken.get(client, INIT),
-                durable=self.durable.get(client, INIT),
+                base=self.base(client),
+                durable=self.durable.get(client, self.durable_first),
                 layout=wanted.digest,
             )
             return Letter(node, client, f"train.{wire.action_of(part.name)}", content(order, arrays))
@@ -546,6 +631,8 @@ class _Run:
                     self.roster.missed(node)
             if not waits and (now >= deadline or not asked.awaited):
                 break
+            if waits and self.roster.lost:  # it can be helped only between rounds
+                break
             if waits and now - began > policy.patience:
                 raise TooFewError(self.shortage(asked, f"{policy.patience:g} s, the policy's patience"))
             if now >= look:
@@ -569,8 +656,12 @@ class _Run:
     def round(self, rounds: int) -> Round:
         """One round: every exchange in turn. With too few uploads the rest of the round is left out."""
         began, round_, late = time.monotonic(), self.done, self.counts["late"]
+        known = len(self.roster.clients) + len(self.roster.lost)
+        if self.recover():
+            self.gather(known)
         self.roster.greet()
-        row: dict[str, float] = {}
+        row: dict[str, float] = {"restarted": float(self.restarted)} if self.stateful else {}
+        self.restarted = False
         notes: list[str] = []
         cohort: list[int] = []
         enough = True
@@ -580,7 +671,7 @@ class _Run:
             if enough:
                 cohort = self.draw(round_, index, cohort)
                 enough = self.exchange(asked, cohort)
-                if not enough and self.policy.too_few == "abort":
+                if not enough and self.policy.too_few == "abort" and not self.roster.lost:
                     raise TooFewError(self.shortage(asked, f"{self.policy.deadline:g} s, the policy's deadline"))
             taken = asked.uploads if enough else {}
             self.server, means = part.step(self.server, taken, round_, self.seed)

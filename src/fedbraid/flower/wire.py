@@ -42,6 +42,7 @@ class Greeting(NamedTuple):
     schema: str
     population: int
     client: int  # the number that the node has if its site does not say one
+    first: str  # the name of the state that these parameters make, a client's first
 
 
 class Presence(NamedTuple):
@@ -142,7 +143,7 @@ def read_plain(message: Message, kind: type[T]) -> T:
         value = record[name]
         if type(value) is not type_:
             raise MessageError(f"field {name!r} should be {type_.__name__}, got {value!r:.80}")
-        if name in ("run", "tag", "base", "durable") and not SAFE.fullmatch(str(value)):
+        if name in ("run", "tag", "base", "durable", "first") and not SAFE.fullmatch(str(value)):
             raise MessageError(f"field {name!r} should be a short name, got {value!r:.80}")
         values[name] = value
     return kind(**values)
