@@ -88,7 +88,7 @@ ENTRY = Entry(
         f"{ROUNDS} rounds instead of 1,000; 7 x 5 rates instead of 9 x 9.",
     ),
     remarks=(
-        "Above server rate 1 momentum is the less sensitive, as in the paper: it loses two points at most, SGD 7 to 10. "
+        "Above server rate 1 momentum is the less sensitive, as in the paper: it loses 2 points at most, SGD 7 to 10. "
         "Below 1 all are slow in so few rounds, FedAvg with momentum, which starts at 0, most of all: this decides the "
         "spread over all rates, and is why FedAvgMom is best above 1.",
     ),
