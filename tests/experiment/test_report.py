@@ -144,6 +144,15 @@ def test_curves_on_the_page_are_those_of_the_runs(page):
     assert curves[0]["seeds"] == [0, 1]
 
 
+def test_a_deployed_run_is_beside_the_simulated_one(tmp_path):
+    runs = [a_run(tmp_path / name) for name in ("simulated", "deployed")]
+    assert list(collect(runs).groups) == ["simulated"]  # the same method twice
+    summary = json.loads((runs[1] / "summary.json").read_text())
+    summary["engine"] = {"plan": "flower"}
+    (runs[1] / "summary.json").write_text(json.dumps(summary))
+    assert list(collect(runs).groups) == ["simulated", "deployed"]
+
+
 def test_clients_are_sorted_from_worst_to_best_without_the_empty(page):
     clients = data_of(page[0])["clients"]["test_accuracy"]
     assert clients[1] == {"label": "fast", "values": [0.1, 0.5, 0.9]}

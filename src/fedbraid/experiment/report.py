@@ -176,9 +176,14 @@ def _tunings(folder: Path, summary: Mapping[str, Any]) -> list[Tuned]:
 
 def _named(entries: list[Entry]) -> list[Entry]:
     """Plain runs that differ in their seed alone get one label; labels that would clash get the folder's name."""
+
+    def method(entry: Entry) -> str:
+        deployed = entry.summary.get("engine", {}).get("plan") == "flower"  # is to be compared with simulated ones
+        return f"{deployed} {dump(entry.config.model_copy(update={'seed': 0}))}"
+
     same: dict[str, list[int]] = {}
     for i, entry in enumerate(entries):
-        same.setdefault(dump(entry.config.model_copy(update={"seed": 0})) + entry.folder.parent.name, []).append(i)
+        same.setdefault(method(entry) + entry.folder.parent.name, []).append(i)
     named = list(entries)
     for members in same.values():
         if len(members) > 1:
@@ -186,7 +191,7 @@ def _named(entries: list[Entry]) -> list[Entry]:
                 named[i] = named[i]._replace(label=entries[members[0]].label)
     owners: dict[str, str] = {}
     for i, entry in enumerate(named):
-        key = dump(entry.config.model_copy(update={"seed": 0}))
+        key = method(entry)
         if owners.setdefault(entry.label, key) != key:
             named[i] = entry._replace(label=f"{entry.label} ({entry.folder.parent.name})")
     return named
