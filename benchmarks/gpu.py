@@ -6,6 +6,8 @@
 - cnn-ragged: the same with log-normal client sizes (sigma 0.6) of mean 200, cohort 100
 - lstm: the one-layer character LSTM (256 units), 20 clients x 3 steps x batch 10 x 80 characters
 - lstm-sweep: nine client rates at once, cohort 20, sizes as in Shakespeare (1 to 1,003 sequences, median 17)
+- pieces: the CNN's second convolution and its gradients for 100 clients, and the LSTM's 80 positions for 20, by the
+  library's kernels and by XLA's operations
 - floors: copy bandwidth and matrix rate of the card, measured in the same run
 
 Times are medians over portions of rounds after the first, which compiles; the masked share is what a plan throws away.
@@ -26,6 +28,7 @@ import numpy as np
 
 import fedbraid as fb
 from fedbraid import models
+from fedbraid.models.layers import patches
 
 
 def images(sizes) -> fb.Split:
@@ -85,21 +88,67 @@ def lstm(sizes, cohort, *, rates=None, rounds=60, compute="float32", **options) 
     return seconds_per_round(make, texts(sizes), rates=rates, params=params, cohort=cohort, rounds=rounds, **options)
 
 
+def seconds(function, *arguments, repeats: int = 10) -> float:
+    """Of one call, compiled."""
+    compiled = jax.jit(function)
+    jax.block_until_ready(compiled(*arguments))
+    began = time.perf_counter()
+    for _ in range(repeats):
+        out = compiled(*arguments)
+    jax.block_until_ready(out)
+    return (time.perf_counter() - began) / repeats
+
+
 def floors() -> dict:
     a = jnp.ones((1 << 29,), jnp.float32)
-    copy = jax.jit(lambda x: x + 1)
     m = jax.random.normal(jax.random.key(0), (8192, 8192), jnp.float32)
-    product = jax.jit(lambda x: x @ x)
+    copied, multiplied = seconds(lambda x: x + 1, a), seconds(lambda x: x @ x, m)
+    return {"copy_bytes_per_s": 2 * a.nbytes / copied, "matmul_flops_per_s": 2 * 8192**3 / multiplied}
 
-    def timed(function, argument):
-        jax.block_until_ready(function(argument))
-        began = time.perf_counter()
-        for _ in range(10):
-            out = function(argument)
-        jax.block_until_ready(out)
-        return (time.perf_counter() - began) / 10
 
-    return {"copy_bytes_per_s": 2 * a.nbytes / timed(copy, a), "matmul_flops_per_s": 2 * 8192**3 / timed(product, m)}
+def convolution_pieces(clients: int = 100, images: int = 20, size: int = 26) -> dict:
+    from fedbraid.models.kernels.convolution import Geometry, convolve
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    out = size - 2
+    x = jax.random.normal(keys[0], (clients, images, size, size, 32))
+    w = jax.random.normal(keys[1], (clients, 3, 3, 32, 64))
+    dy = jax.random.normal(keys[2], (clients, images, out, out, 64))
+
+    def patched(x, w):
+        return (patches(x, (3, 3)).reshape(-1, 288) @ w.reshape(288, 64)).reshape(images, out, out, 64)
+
+    ways = {"kernel": lambda x, w: convolve(x, w, Geometry((3, 3), out=(out, out))), "patches": patched}
+    found = {}
+    for name, one in ways.items():
+        each = jax.vmap(one)
+        found[f"{name}, forwards"] = seconds(each, x, w)
+        found[f"{name}, images' gradient"] = seconds(
+            lambda x, w, dy, f=each: jax.vjp(lambda x: f(x, w), x)[1](dy), x, w, dy
+        )
+        found[f"{name}, kernels' gradient"] = seconds(
+            lambda x, w, dy, f=each: jax.vjp(lambda w: f(x, w), w)[1](dy), x, w, dy
+        )
+    return found
+
+
+def lstm_pieces(clients: int = 20, length: int = 80, batch: int = 10, hidden: int = 256) -> dict:
+    from fedbraid.models.kernels import recurrence
+    from fedbraid.models.lstm import _cotangent_loop, _states_loop
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    inputs = jax.random.normal(keys[0], (clients, length, batch, 4 * hidden))
+    u = 0.05 * jax.random.normal(keys[1], (clients, hidden, 4 * hidden))
+    ways = {"kernels": (recurrence.states, recurrence.cotangent), "XLA's loop": (_states_loop, _cotangent_loop)}
+    found = {}
+    for kind in (jnp.float32, jnp.bfloat16):
+        weights = u.astype(kind)
+        h, c, gates = jax.jit(jax.vmap(_states_loop))(inputs, weights)
+        for name, (forwards, backwards) in ways.items():
+            what = f"{name}, {jnp.dtype(kind).name}"
+            found[f"{what}, forwards"] = seconds(jax.vmap(forwards), inputs, weights)
+            found[f"{what}, backwards"] = seconds(jax.vmap(backwards), weights, c, gates, h)
+    return found
 
 
 def ragged(count, seed=0):
@@ -115,7 +164,7 @@ def shakespeare(count=715, seed=0):
 def measurements() -> dict:
     same, wide = np.full(200, 200), ragged(400)
     plays, rates = shakespeare(), jnp.logspace(-2, 0.5, 9)
-    found = {"floors": floors}
+    found = {"floors": floors, "pieces of the cnn": convolution_pieces, "pieces of the lstm": lstm_pieces}
     for lanes in (25, 34, 50, 100):
         found[f"cnn, {lanes} lanes"] = lambda w=lanes: cnn(same, 100, plan="lanes", chunk=w)
     found["cnn, 100 lanes, bfloat16"] = lambda: cnn(same, 100, plan="lanes", chunk=100, precision="bfloat16")
