@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flwr.app import Error, RecordDict
 
 from fedbraid import address
 from fedbraid.core import Algorithm, Down, Exchange, Report, Up
@@ -91,3 +92,30 @@ def losing(arrival):
 def close(a, b, tolerance):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=tolerance, atol=tolerance)
+
+
+# --- what a reply may be changed to
+
+
+def plain(**changes):
+    """Other values of plain fields."""
+
+    def change(reply):
+        for name, value in changes.items():
+            reply.content[PLAIN][name] = value
+        return reply
+
+    return change
+
+
+def bare(reply):
+    """Nothing in it."""
+    reply.content = RecordDict()
+    return reply
+
+
+def crash(reply):
+    """The node's program failed."""
+    reply.__dict__["_content"] = None
+    reply.error = Error(2, "ZeroDivisionError")
+    return reply

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Error, RecordDict
+from flwr.app import Array, ArrayRecord
 
 from fedbraid import cost, fedavg
 from fedbraid.data.federated import FederatedData, Split
@@ -14,7 +14,7 @@ from fedbraid.flower import InProcessGrid, Policy, client_app, schema_of, server
 from fedbraid.flower.evaluate import batches_of, sums_program
 from fedbraid.flower.wire import PLAIN, array_bytes, serialized_bytes
 from fedbraid.simulate import simulate
-from flower.small import BUFFER, MESSAGE, SPLIT, deploy, load
+from flower.small import BUFFER, MESSAGE, SPLIT, bare, crash, deploy, load, plain
 from zoo import loss, start
 
 ALG = fedavg(loss, client_lr=0.05, batch_size=2)
@@ -179,26 +179,6 @@ def put(index, value):
         return found
 
     return numbers(change)
-
-
-def plain(**changes):
-    def change(reply):
-        for name, value in changes.items():
-            reply.content[PLAIN][name] = value
-        return reply
-
-    return change
-
-
-def crash(reply):
-    reply.__dict__["_content"] = None
-    reply.error = Error(2, "ZeroDivisionError")
-    return reply
-
-
-def bare(reply):
-    reply.content = RecordDict()
-    return reply
 
 
 FAULTS = {

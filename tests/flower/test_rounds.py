@@ -5,7 +5,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Error, RecordDict
+from flwr.app import Array, ArrayRecord, RecordDict
 
 from fedbraid import fedavg
 from fedbraid.core import finite
@@ -13,7 +13,7 @@ from fedbraid.data.federated import Split
 from fedbraid.flower import InProcessGrid, Policy, TooFewError, client_app, schema_of, server, server_app
 from fedbraid.flower.wire import PLAIN
 from fedbraid.simulate import simulate
-from flower.small import SPLIT, close, deploy, grid_of, load
+from flower.small import SPLIT, bare, close, crash, deploy, grid_of, load, plain
 from zoo import loss, start
 
 ALG = fedavg(loss, client_lr=0.05, batch_size=2)
@@ -52,26 +52,6 @@ def raw(n, name="float32"):
     return lambda reply: with_arrays(
         reply, {name: Array(name, (n,), "fedbraid.raw", bytes(n * np.dtype(name).itemsize))}
     )
-
-
-def plain(**changes):
-    def change(reply):
-        for name, value in changes.items():
-            reply.content[PLAIN][name] = value
-        return reply
-
-    return change
-
-
-def bare(reply):
-    reply.content = RecordDict()
-    return reply
-
-
-def crash(reply):
-    reply.__dict__["_content"] = None
-    reply.error = Error(2, "ZeroDivisionError")
-    return reply
 
 
 def other_layout(reply):

@@ -135,7 +135,7 @@ def _chunks(run: Callable, gather: bool, chunk: int, slots: Slots, states: PyTre
         slot, state, used = xs
         outcome = jax.vmap(run)(slot, state)
 
-        tally = _only(used.ravel(), outcome.tally)
+        tally = _only(used, outcome.tally)
         if gather:
             return carry, (Tally(tally.combined, tally.weight, *map(_total, tally[2:])), outcome.state)
         return carry, (_total(tally), outcome.state)

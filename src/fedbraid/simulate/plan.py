@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 LANES = 32  # fill a large GPU; more only mask more
+TOGETHER = 8  # clients whose endings are taken care of at once, at most
 
 
 class Plan(NamedTuple):
@@ -62,9 +63,6 @@ class Plan(NamedTuple):
         if self.kind == "sequential":
             return self.cohort
         return -(-self.cohort // (self.devices * self.chunk)) * self.chunk
-
-
-TOGETHER = 8  # clients whose endings are taken care of at once, at most
 
 
 class Timetable(NamedTuple):

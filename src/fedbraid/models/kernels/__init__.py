@@ -12,8 +12,6 @@ import jax
 __all__ = ["available", "interpreted"]
 
 OLDEST = 8.0  # compute capability: tensor cores that take float32 as TF32
-
-
 DEVICE = "jax_default_device"
 
 
