@@ -122,8 +122,10 @@ def keep(state: PyTree, meant: PyTree, decoded: PyTree) -> PyTree:
 
 def finite(up: PyTree) -> Scalar:
     """Whether every number of an upload is finite: the default admission to the reduction."""
-    checks = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(up) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return jnp.all(jnp.stack(checks)) if checks else jnp.array(True)
+    floats = [leaf for leaf in jax.tree.leaves(up) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    # Counted along the last axis first: a GPU gives what is left of a client to one block, slow for a large upload.
+    faults = [jnp.sum(~jnp.isfinite(leaf), axis=-1 if leaf.ndim else None) for leaf in floats]
+    return jnp.all(jnp.stack([jnp.all(count == 0) for count in faults])) if floats else jnp.array(True)
 
 
 class Exchange(NamedTuple):

@@ -12,7 +12,7 @@ from jax import export, lax
 
 from fedbraid import models
 from fedbraid.models import kernels, layers, lstm
-from fedbraid.models.kernels import convolution, recurrence
+from fedbraid.models.kernels import activated, convolution, recurrence
 from fedbraid.models.kernels.convolution import Geometry, convolve
 from fedbraid.models.rewrite import explain
 
@@ -84,6 +84,84 @@ def test_second_derivatives():
     _close(hessian_product(lambda x, w: convolve(x, w, geometry)), hessian_product(_xla((1, 1), ((0, 0), (0, 0)))))
 
 
+def _layer(geometry, pads, pool):
+    """ReLU(convolution + bias), or ReLU(max pool(convolution) + bias), of XLA's operations."""
+
+    def run(x, weights):
+        kernel = weights[:-1].reshape(*geometry.window, x.shape[-1], -1)
+        z = _xla((1, 1), pads)(x, kernel)
+        if pool:
+            z = lax.reduce_window(z, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        return jax.nn.relu(z + weights[-1])
+
+    return run
+
+
+def _layers(geometry, pads):
+    yield _layer(geometry, pads, False), lambda x, w: activated.convolve_relu(x, w, geometry)
+    yield _layer(geometry, pads, True), lambda x, w: activated.convolve_relu_pool(x, w, geometry)
+
+
+@given(st.data())
+@settings(max_examples=3, deadline=None)
+def test_a_convolution_with_what_follows_it_is_xlas(data):
+    draw = data.draw
+    channels, out = draw(st.sampled_from([16, 20, 40])), draw(st.sampled_from([1, 8, 33, 70]))
+    window = draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
+    pads = draw(st.tuples(*[st.tuples(st.integers(0, 2), st.integers(0, 2))] * 2))
+    size = draw(st.tuples(st.integers(5, 9), st.integers(5, 9)))
+    x, w = _normal(0, draw(st.integers(1, 3)), *size, channels), _normal(1, window[0] * window[1] * channels + 1, out)
+    after = tuple(n + sum(p) - k + 1 for n, p, k in zip(size, pads, window, strict=True))
+    geometry = Geometry(window, low=(pads[0][0], pads[1][0]), out=after)
+    for theirs, ours in _layers(geometry, pads):
+        out, back = jax.vjp(theirs, x, w)
+        mine, my_back = jax.vjp(ours, x, w)
+        cotangent = _normal(2, *out.shape)
+        _close((mine, my_back(cotangent)), (out, back(cotangent)))
+        directions = _normal(3, *x.shape), _normal(4, *w.shape)
+        _close(jax.jvp(ours, (x, w), directions)[1], jax.jvp(theirs, (x, w), directions)[1])
+
+
+def test_second_derivatives_of_a_convolution_with_what_follows_it():
+    x, w = _normal(0, 2, 1, 6, 6, 16), _normal(1, 2, 9 * 16 + 1, 3)
+
+    def hessian_product(function):
+        gradient = jax.grad(lambda x, w: jnp.sin(jax.vmap(function)(x, w)).sum(), (0, 1))
+        return jax.jvp(gradient, (x, w), (_normal(2, *x.shape), _normal(3, *w.shape)))[1]
+
+    for theirs, ours in _layers(Geometry((3, 3), out=(4, 4)), ((0, 0), (0, 0))):
+        _close(hessian_product(ours), hessian_product(theirs))
+
+
+def test_of_equals_the_first_has_the_gradient_and_what_is_not_a_number_is_seen():
+    geometry = Geometry((1, 1), out=(2, 2))
+    x, weights = jnp.ones((1, 2, 2, 16)), jnp.ones((17, 1))
+    gradient = jax.grad(lambda x: activated.convolve_relu_pool(x, weights, geometry).sum())(x)
+    assert gradient[0, :, :, 0].tolist() == [[1.0, 0.0], [0.0, 0.0]]
+    for place in np.ndindex(2, 2):
+        broken = x.at[0, *place].set(jnp.nan)
+        assert jnp.isnan(activated.convolve_relu_pool(broken, weights, geometry)).all()
+        assert jnp.isnan(activated.convolve_relu(broken, weights, geometry)[0, *place]).all()
+
+
+def test_values_kept_in_bfloat16_cost_no_more_than_their_rounding(as_if_on_a_gpu):
+    first = {"w": 0.3 * _normal(0, 3, 3, 2, 16), "b": 0.1 * _normal(1, 16)}
+    second = {"w": 0.1 * _normal(2, 3, 3, 16, 8), "b": 0.1 * _normal(3, 8)}
+    x = _normal(4, 2, 10, 10, 2)
+
+    def loss(layers_):
+        y = layers.conv_relu(layers_[1], layers.conv_relu(layers_[0], x), pool=True)
+        return (y.astype(jnp.float32) ** 2).sum()
+
+    exact = jax.value_and_grad(loss)((first, second))
+    with jax.default_matmul_precision("BF16_BF16_F32"):
+        assert layers.conv_relu(first, x).dtype == jnp.bfloat16
+        rounded = jax.value_and_grad(loss)((first, second))
+    for a, b in zip(jax.tree.leaves(rounded), jax.tree.leaves(exact), strict=True):
+        assert a.dtype == jnp.float32
+        assert 0 < float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) < 0.02
+
+
 @pytest.mark.parametrize(("batch", "hidden", "length"), [(3, 8, 5), (10, 70, 9)])
 def test_lstm_states_and_cotangents_are_those_of_the_loop(batch, hidden, length):
     inputs, u = _normal(0, 2, length, batch, 4 * hidden), 0.3 * _normal(1, 2, hidden, 4 * hidden)
@@ -147,12 +225,20 @@ def test_no_kernel_runs_on_a_cpu():
 
 
 def test_kernels_lower_for_a_gpu(monkeypatch):
-    for module in (convolution, recurrence):
+    for module in (activated, convolution, recurrence):
         monkeypatch.setattr(module, "interpreted", lambda: False)
     geometry = Geometry((3, 3), (2, 2), low=(1, 1), out=(4, 4))
 
     def convolution_step(x, w):
         return jax.grad(lambda x, w: (jax.vmap(lambda x, w: convolve(x, w, geometry))(x, w) ** 2).sum(), (0, 1))(x, w)
+
+    def layer_step(x, w):
+        return jax.grad(
+            lambda x, w: (
+                jax.vmap(lambda x, w: activated.convolve_relu_pool(x, w, geometry._replace(stride=(1, 1))))(x, w) ** 2
+            ).sum(),
+            (0, 1),
+        )(x, w)
 
     def lstm_step(inputs, u, dh):
         _, c, gates = jax.vmap(recurrence.states)(inputs, u)
@@ -163,6 +249,8 @@ def test_kernels_lower_for_a_gpu(monkeypatch):
 
     programs = [
         (convolution_step, (shape(2, 3, 8, 8, 32), shape(2, 3, 3, 32, 64))),
+        (layer_step, (shape(2, 3, 8, 8, 32), shape(2, 289, 64))),
+        (layer_step, (shape(2, 3, 8, 8, 32, dtype=jnp.bfloat16), shape(2, 289, 64))),
         (lstm_step, (shape(2, 9, 4, 64), shape(2, 16, 64, dtype=jnp.bfloat16), shape(2, 9, 4, 16))),
     ]
     custom = [export.DisabledSafetyCheck.custom_call(name) for name in ("xla.gpu.triton", "__gpu$xla.gpu.triton")]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 
 from fedbraid.models import layers
-from fedbraid.models.layers import as_floats, conv2d, conv_init, dense, dense_init, image_shape, max_pool
+from fedbraid.models.layers import as_floats, conv_init, conv_relu, dense, dense_init, image_shape
 from fedbraid.models.model import Model, check_sizes, score_classes, supervised
 
 
@@ -47,10 +47,7 @@ def emnist_cnn(classes: int = 62, *, dropout: bool = True, image: tuple[int, ...
     def apply(params, x, key):
         keys = (None, None) if key is None else jax.random.split(key)
         x = as_floats(x, (height, width, channels))
-        first, second = params["conv1"], params["conv2"]
-        x = jax.nn.relu(conv2d(x, first["w"]) + first["b"])
-        # Bias and ReLU commute with the maximum: after it, they touch a quarter of the values.
-        x = jax.nn.relu(max_pool(conv2d(x, second["w"])) + second["b"])
+        x = conv_relu(params["conv2"], conv_relu(params["conv1"], x), pool=True)
         x = layers.dropout(x.reshape(x.shape[0], -1), rates[0], keys[0])
         x = layers.dropout(jax.nn.relu(dense(params["dense1"], x)), rates[1], keys[1])
         return dense(params["dense2"], x)

@@ -108,6 +108,35 @@ def conv2d(
     return jnp.matmul(columns, kernel.reshape(kh * kw * c, out), precision=precision).reshape(b, h, w, out)
 
 
+def conv_relu(params: Dense, x: Array, *, pool: bool = False) -> Array:
+    """ReLU(convolution + bias), without padding; with ``pool``, of the largest of each 2 x 2 cell of the convolution.
+
+    On NVIDIA's GPUs this is one kernel, forwards as well as for each gradient. There, where products are asked to take
+    bfloat16, what leaves a layer without a pool is kept as such: the next one would round it anyway.
+
+    >>> import jax.numpy as jnp
+    >>> layer = {"w": jnp.ones((3, 3, 1, 1)), "b": jnp.array([-8.5])}
+    >>> conv_relu(layer, jnp.ones((1, 4, 4, 1)))[0, :, :, 0].tolist()
+    [[0.5, 0.5], [0.5, 0.5]]
+    >>> conv_relu(layer, jnp.ones((1, 4, 4, 1)), pool=True)[0, :, :, 0].tolist()
+    [[0.5]]
+    """
+    kernel, bias = params["w"], params["b"]
+    *window, channels, out = kernel.shape
+    if has_kernel(x, kernel):
+        from fedbraid.models.kernels import activated
+
+        geometry = activated.Geometry((window[0], window[1]), out=_window_counts(x, (window[0], window[1]), (1, 1)))
+        weights = jnp.concatenate([kernel.reshape(-1, out), bias[None]])
+        if not pool:
+            return activated.convolve_relu(x, weights, geometry, kernels.stored())
+        if activated.pools(channels, geometry.window):
+            return activated.convolve_relu_pool(x, weights, geometry)
+    x = conv2d(x.astype(kernel.dtype), kernel)
+    # Bias and ReLU commute with the maximum: after it, they touch a quarter of the values.
+    return jax.nn.relu((max_pool(x) if pool else x) + bias)
+
+
 def has_kernel(x: Array | jax.ShapeDtypeStruct, kernel: Array | jax.ShapeDtypeStruct, precision=None) -> bool:
     """Whether a convolution is one kernel of this library: on NVIDIA's GPUs, in float32."""
     if precision is not None or not kernels.available():

@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 LANES = 32  # fill a large GPU; more only mask more
-TOGETHER = 8  # clients whose endings are taken care of at once, at most
+TOGETHER = 8  # clients whose endings are taken care of at once, at most, unless all end together
 
 
 class Plan(NamedTuple):
@@ -56,6 +56,7 @@ class Plan(NamedTuple):
     devices: int
     cohort: int
     chunk: int  # clients in one vmap, or lanes; 1 in the sequential plan
+    alike: bool = False  # whether all clients take the same number of steps, and so end together
 
     @property
     def slots(self) -> int:
@@ -177,7 +178,7 @@ def _chunked(plan: Plan, steps: np.ndarray) -> int:
 def _timetable(plan: Plan, steps: np.ndarray) -> tuple[Timetable, int]:
     """When which client of one device ends on which lane, and how many ticks it takes in all."""
     queues = _longest_first(np.argsort(-steps, kind="stable"), steps, plan.chunk)
-    together = min(TOGETHER, plan.chunk)
+    together = plan.chunk if plan.alike else min(TOGETHER, plan.chunk)
     endings = []
     for lane, queue in enumerate(queues):
         time = 0
@@ -233,7 +234,13 @@ def choose_plan(
         chunk = most_clients(client_bytes(alg, params, split), mesh) or share
         if kind == "lanes":
             chunk = min(chunk, max(LANES, share // 4))
-    return Plan(kind, devices, cohort, min(int(chunk), share))
+    return Plan(kind, devices, cohort, min(int(chunk), share), kind == "lanes" and _alike(alg, split))
+
+
+def _alike(alg: Algorithm, split: Split) -> bool:
+    """Whether all clients take the same number of steps."""
+    folds = (fold for exchange in alg.exchanges for fold in steps_of(exchange.client, split.sizes))
+    return all(bool(np.all(fold == fold[0])) for fold in folds)
 
 
 def most_clients(need: int | None, mesh: Mesh) -> int | None:

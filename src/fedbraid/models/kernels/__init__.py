@@ -6,13 +6,17 @@ Import the modules where they are used: Pallas takes a while to load, and most m
 from __future__ import annotations
 
 from functools import cache
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
-__all__ = ["available", "interpreted"]
+__all__ = ["available", "interpreted", "precision", "stored"]
 
+EXACT, HALF = ("float32", "highest", "F32_F32_F32"), ("bfloat16", "BF16_BF16_F32")
 OLDEST = 8.0  # compute capability: tensor cores that take float32 as TF32
 DEVICE = "jax_default_device"
+PRECISION = "jax_default_matmul_precision"
 
 
 def available() -> bool:
@@ -34,3 +38,14 @@ def _recent() -> bool:
 def interpreted() -> bool:
     """Whether kernels are played rather than run: on a CPU, for tests."""
     return jax.default_backend() == "cpu"
+
+
+def precision() -> Literal["exact", "default", "bfloat16"]:
+    """How products of float32 are asked for where this is called."""
+    how = str(getattr(jax.config, PRECISION))
+    return "exact" if how in EXACT else "bfloat16" if how in HALF else "default"
+
+
+def stored() -> Any:
+    """The type in which values between two kernels are kept."""
+    return jnp.bfloat16 if precision() == "bfloat16" else jnp.float32

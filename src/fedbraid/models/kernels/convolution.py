@@ -24,7 +24,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as gpu
 
-from fedbraid.models.kernels import interpreted
+from fedbraid.models.kernels import interpreted, precision, stored
 from fedbraid.models.transposable import computed_by, linear
 
 __all__ = ["Geometry", "convolve", "pays"]
@@ -32,7 +32,6 @@ __all__ = ["Geometry", "convolve", "pays"]
 Array = jax.Array
 Pair = tuple[int, int]
 MOST_CHANNELS = 128
-PRECISION = "jax_default_matmul_precision"
 
 
 class Geometry(NamedTuple):
@@ -62,8 +61,8 @@ def pays(x: Array | jax.ShapeDtypeStruct, kernel: Array | jax.ShapeDtypeStruct) 
 
     With many channels a product over patches does more work for every value that it writes, and XLA's are fine.
     """
-    exact = getattr(jax.config, PRECISION) in ("float32", "highest", "F32_F32_F32")
-    return x.dtype == kernel.dtype == jnp.float32 and max(kernel.shape[2:]) <= MOST_CHANNELS and not exact
+    fits = x.dtype in (jnp.float32, stored()) and kernel.dtype == jnp.float32
+    return fits and max(kernel.shape[2:]) <= MOST_CHANNELS and precision() != "exact"
 
 
 def _tiles(channels: int, window: Pair, out: int, positions: int) -> Tiles:
@@ -193,7 +192,16 @@ def _gather(x_ref, size: Pair, geometry: Geometry, places: _Places, block, inner
     return gpu.load(x_ref.at[at, c], mask=inside, other=0.0)
 
 
-def _forward(x: Array, kernel: Array, geometry: Geometry, tiles: Tiles | None = None) -> Array:
+def _forward(
+    x: Array,
+    kernel: Array,
+    geometry: Geometry,
+    tiles: Tiles | None = None,
+    *,
+    bias: Array | None = None,
+    dtype=jnp.float32,
+) -> Array:
+    """The convolution; with a bias [1, O], ReLU(convolution + bias)."""
     images, *size, channels = x.shape
     depth, out = math.prod(geometry.window) * channels, kernel.shape[-1]
     t = tiles or _tiles(channels, geometry.window, out, 128)
@@ -201,15 +209,16 @@ def _forward(x: Array, kernel: Array, geometry: Geometry, tiles: Tiles | None = 
     flat = pl.pallas_call(
         partial(_forward_kernel, size=tuple(size), geometry=geometry, t=t, shape=(images, channels, out)),
         grid=(-(-positions // t.positions), -(-out // t.outer)),
-        out_shape=jax.ShapeDtypeStruct((positions, out), x.dtype),
+        out_shape=jax.ShapeDtypeStruct((positions, out), dtype),
         compiler_params=gpu.CompilerParams(num_warps=t.warps, num_stages=t.stages),
         interpret=interpreted(),
-        name="convolution",
-    )(x.reshape(-1, channels), kernel.reshape(depth, out).T)
+        name="convolution" if bias is None else "convolution_relu",
+    )(x.reshape(-1, channels), kernel.reshape(depth, out).T, *([] if bias is None else [bias]))
     return flat.reshape(images, *geometry.out, out)
 
 
-def _forward_kernel(x_ref, k_ref, y_ref, *, size, geometry, t, shape):
+def _forward_kernel(x_ref, k_ref, *refs, size, geometry, t, shape):
+    *bias_ref, y_ref = refs
     images, channels, out = shape
     first = pl.program_id(0) * t.positions
     o = pl.program_id(1) * t.outer + jnp.arange(t.outer)
@@ -222,9 +231,12 @@ def _forward_kernel(x_ref, k_ref, y_ref, *, size, geometry, t, shape):
         return total + jnp.dot(windows, weights.T, preferred_element_type=jnp.float32)
 
     total = lax.fori_loop(0, -(-depth // t.inner), step, jnp.zeros((t.positions, t.outer), jnp.float32))
+    for ref in bias_ref:
+        total += gpu.load(ref.at[jnp.zeros_like(o), o], mask=o < out, other=0.0)[None, :]
+        total = jnp.where(total <= 0, 0.0, total)  # what is not a number stays
     at = first + jnp.arange(t.positions)
     rows, columns = jnp.broadcast_to(at[:, None], total.shape), jnp.broadcast_to(o[None, :], total.shape)
-    gpu.store(y_ref.at[rows, columns], total, mask=places.real[:, None] & (o < out)[None, :])
+    gpu.store(y_ref.at[rows, columns], total.astype(y_ref.dtype), mask=places.real[:, None] & (o < out)[None, :])
 
 
 def _rows(ref, rows, columns, height: int, width: int) -> Array:
@@ -235,7 +247,10 @@ def _rows(ref, rows, columns, height: int, width: int) -> Array:
     return gpu.load(ref.at[rows, columns], mask=mask, other=0.0)
 
 
-def _kernel_gradient(x: Array, dy: Array, geometry: Geometry, tiles: Tiles | None = None) -> Array:
+def _kernel_gradient(
+    x: Array, dy: Array, geometry: Geometry, tiles: Tiles | None = None, *, gate: Array | None = None
+) -> Array:
+    """Of the kernel [kh, kw, C, O]; or, where gradients pass where ``gate`` > 0, of weights and bias as one."""
     images, *size, channels = x.shape
     out = dy.shape[-1]
     depth = math.prod(geometry.window) * channels
@@ -246,34 +261,44 @@ def _kernel_gradient(x: Array, dy: Array, geometry: Geometry, tiles: Tiles | Non
     shares = pl.pallas_call(
         partial(_kernel_gradient_kernel, size=tuple(size), geometry=geometry, t=t, shape=(images, channels, out)),
         grid=(t.split, -(-blocks // t.together), -(-out // t.outer)),
-        out_shape=jax.ShapeDtypeStruct((t.split, depth, out), x.dtype),
+        out_shape=jax.ShapeDtypeStruct((t.split, depth + (gate is not None), out), x.dtype),
         compiler_params=gpu.CompilerParams(num_warps=t.warps, num_stages=t.stages),
         interpret=interpreted(),
-        name="convolution_kernel_gradient",
-    )(x.reshape(-1, channels), dy.reshape(positions, out))
-    return shares.sum(0).reshape(*geometry.window, channels, out)
+        name="convolution_kernel_gradient" if gate is None else "convolution_relu_weights",
+    )(x.reshape(-1, channels), *(a.reshape(positions, out) for a in (dy, gate) if a is not None))
+    total = shares.sum(0)
+    return total.reshape(*geometry.window, channels, out) if gate is None else total
 
 
-def _kernel_gradient_kernel(x_ref, dy_ref, dk_ref, *, size, geometry, t, shape):
+def _kernel_gradient_kernel(x_ref, dy_ref, *refs, size, geometry, t, shape):
+    *gate_ref, dk_ref = refs
     images, channels, out = shape
     share, block = pl.program_id(0), pl.program_id(1) * t.together
     o = pl.program_id(2) * t.outer + jnp.arange(t.outer)
     depth, positions = math.prod(geometry.window) * channels, images * math.prod(geometry.out)
     rounds = -(-positions // (t.positions * t.split))
 
-    def step(i, totals):
+    def step(i, carry):
+        bias, totals = carry
         first = (share * rounds + i) * t.positions
         places = _places(first, t.positions, images, geometry)
-        dy = _rows(dy_ref, first + jnp.arange(t.positions), o, positions, out)
+        dy, *gate = (_rows(r, first + jnp.arange(t.positions), o, positions, out) for r in (dy_ref, *gate_ref))
+        dy = dy.astype(jnp.float32)
+        for values in gate:
+            dy = jnp.where(values > 0, dy, 0.0)
+            bias += dy
         found = []
         for b, total in enumerate(totals):
             windows = _gather(x_ref, size, geometry, places, block + b, t.inner, channels)
             found.append(total + jnp.dot(dy.T, windows, preferred_element_type=jnp.float32))
-        return tuple(found)
+        return bias, tuple(found)
 
     zero = jnp.zeros((t.outer, t.inner), jnp.float32)
-    totals = lax.fori_loop(0, rounds, step, (zero,) * t.together)
+    bias = jnp.zeros((t.positions, t.outer) if gate_ref else (), jnp.float32)
+    bias, totals = lax.fori_loop(0, rounds, step, (bias, (zero,) * t.together))
     for b, total in enumerate(totals):
         k = (block + b) * t.inner + jnp.arange(t.inner)
         rows, columns = jnp.broadcast_to(k[None, :], total.shape), jnp.broadcast_to(o[:, None], total.shape)
         gpu.store(dk_ref.at[share, rows, columns], total, mask=(k < depth)[None, :] & (o < out)[:, None])
+    if gate_ref:
+        gpu.store(dk_ref.at[share, jnp.full(o.shape, depth), o], bias.sum(0), mask=(o < out) & (block == 0))
