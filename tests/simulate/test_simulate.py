@@ -103,6 +103,29 @@ def test_sorted_chunks_mask_less_than_one_wide_vmap():
     assert masked(10) < masked(25) < masked(100)
 
 
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "transform:median"])
+def test_clients_that_take_as_many_steps_end_together(name):
+    """A count of steps known before; three lanes for five clients leave one empty at the end."""
+    alg = ROWS[name].make(batch_size=2, steps=3)
+    base = simulate(alg, start(), clients(), rounds=2, devices=1, plan="sequential")
+    lanes = simulate(alg, start(), clients(), rounds=2, devices=1, plan="lanes", chunk=3)
+    assert base.info.plan.alike == 0 < lanes.info.plan.alike
+    close(base.params, lanes.params)
+    close(base.states, lanes.states)
+    ragged = simulate(ROWS[name].make(batch_size=2), start(), clients(), rounds=1, devices=1, plan="lanes", chunk=3)
+    assert ragged.info.plan.alike == 0, "clients of 1 to 9 examples do not take as many steps"
+
+
+def test_endings_of_clients_alike_are_one_a_queue():
+    steps = np.full(11, 7)
+    plan = Plan("lanes", 1, 11, 4, alike=140)
+    slots, _ = lay_out(plan, np.arange(11), np.arange(11), steps * 20, [steps], 11)
+    table = slots.lanes[0]
+    assert table.events.tolist() == [3]
+    assert table.wait[:3].tolist() == [7, 7, 7]
+    assert [(row < 11).sum() for row in table.slot[:3]] == [4, 4, 3]
+
+
 def test_lanes_mask_little_where_a_wide_vmap_masks_most():
     rng, loads = np.random.default_rng(0), []
     for _ in range(20):

@@ -56,7 +56,7 @@ class Plan(NamedTuple):
     devices: int
     cohort: int
     chunk: int  # clients in one vmap, or lanes; 1 in the sequential plan
-    alike: bool = False  # whether all clients take the same number of steps, and so end together
+    alike: int = 0  # examples of some client, where all take the same number of steps and so end together
 
     @property
     def slots(self) -> int:
@@ -234,13 +234,13 @@ def choose_plan(
         chunk = most_clients(client_bytes(alg, params, split), mesh) or share
         if kind == "lanes":
             chunk = min(chunk, max(LANES, share // 4))
-    return Plan(kind, devices, cohort, min(int(chunk), share), kind == "lanes" and _alike(alg, split))
+    return Plan(kind, devices, cohort, min(int(chunk), share), _alike(alg, split) if kind == "lanes" else 0)
 
 
-def _alike(alg: Algorithm, split: Split) -> bool:
-    """Whether all clients take the same number of steps."""
+def _alike(alg: Algorithm, split: Split) -> int:
+    """The size of a client, if all clients take the same number of steps; else 0."""
     folds = (fold for exchange in alg.exchanges for fold in steps_of(exchange.client, split.sizes))
-    return all(bool(np.all(fold == fold[0])) for fold in folds)
+    return int(split.sizes[0]) if all(bool(np.all(fold == fold[0])) for fold in folds) else 0
 
 
 def most_clients(need: int | None, mesh: Mesh) -> int | None:

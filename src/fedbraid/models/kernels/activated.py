@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,22 +42,20 @@ class Tiles(NamedTuple):
     """How the work is cut, and how a program runs."""
 
     cells: int = 64
-    rounds: int = 1  # tiles that one program takes after each other
     warps: int = 4
     stages: int = 1
-    split: int = 8  # programs that share one kernel's gradient
     ahead: int = 0  # loads that are issued before they are needed
-    band: int = 3  # rows of the window whose gradients one program sums
+    split: int = 8  # programs that share one kernel's gradient
 
 
 # The fastest of those tried on an H200, by what is computed and the bytes of a value.
 TILES = {
-    ("forward", 4): Tiles(rounds=9, stages=1),
+    ("forward", 4): Tiles(),
     ("forward", 2): Tiles(ahead=3),
     ("images", 4): Tiles(),
     ("images", 2): Tiles(),
-    ("weights", 4): Tiles(cells=32, stages=2),
-    ("weights", 2): Tiles(cells=32, stages=2),
+    ("weights", 4): Tiles(cells=32, stages=2, split=6),
+    ("weights", 2): Tiles(cells=32, stages=2, split=6),
 }
 
 
@@ -196,7 +194,7 @@ def _chosen(which: Array, z: Array) -> Array:
     """Of each cell of the convolution [B, h, w, O] the value that was largest; zero where the ReLU cut it off."""
     _, rows, columns, _ = which.shape
     places = [z[:, i : 2 * rows : 2, j : 2 * columns : 2] for i, j in SLOTS]
-    return sum(jnp.where(which == slot, value, 0) for slot, value in enumerate(places))
+    return jnp.stack([jnp.where(which == slot, value, 0) for slot, value in enumerate(places)]).sum(0)
 
 
 def _spread(which: Array, dy: Array, out: Pair) -> Array:
@@ -244,7 +242,7 @@ def _patch(x_ref, cells: _Cells, place: Pair, size: Pair, geometry: Geometry, ch
     row, column = (2 * at + p - low for at, p, low in zip((cells.row, cells.column), place, geometry.low, strict=True))
     mask, grid = cells.real, _grid(geometry)
     for at, p, low, n, length in zip((row, column), place, geometry.low, grid, size, strict=True):
-        if not isinstance(p, int) or p < low or 2 * (n - 1) + p - low >= length:
+        if p < low or 2 * (n - 1) + p - low >= length:
             mask = mask & (at >= 0) & (at < length)
     return _load(x_ref, (cells.image * size[0] + row) * size[1] + column, channels, mask)
 
@@ -284,21 +282,13 @@ def _ahead(parts: list, load, ahead: int):
         yield part, loaded[i]
 
 
-def _repeat(tiles: Tiles, body) -> None:
-    """``body(i)`` for each tile of a program."""
-    if tiles.rounds == 1:
-        body(0)
-    else:
-        lax.fori_loop(0, tiles.rounds, lambda i, _: body(i), None)
-
-
 def _forward(x: Array, weights: Array, geometry: Geometry, tiles: Tiles | None = None) -> tuple[Array, Array]:
     images, *size, channels = x.shape
     t, out, grid = tiles or TILES["forward", x.dtype.itemsize], weights.shape[-1], _grid(geometry)
     count, (outer, blocks) = images * math.prod(grid), _blocks(out, 64)
     shapes = [jax.ShapeDtypeStruct((count, out), kind) for kind in (x.dtype, jnp.uint8)]
     kernel = partial(_forward_kernel, size=tuple(size), geometry=geometry, t=t, shape=(images, channels, outer))
-    programs = (-(-count // (t.cells * t.rounds)), blocks)
+    programs = (-(-count // t.cells), blocks)
     y, which = _call(kernel, programs, shapes, t, "convolution_relu_pool")(
         x.reshape(-1, channels), weights[:-1].astype(x.dtype).T, weights[-1:]
     )
@@ -319,31 +309,28 @@ def _forward_kernel(x_ref, k_ref, b_ref, y_ref, which_ref, *, size, geometry, t,
         weights[q, block] = gpu.load(k_ref.at[rows, columns], mask=mask, other=0.0).T
     bias = gpu.load(b_ref.at[jnp.zeros_like(o), o], mask=inside, other=0.0)
 
-    def tile(i):
-        cells = _cells((pl.program_id(0) * t.rounds + i) * t.cells, t.cells, images, _grid(geometry))
-        totals = [jnp.zeros((t.cells, outer), jnp.float32) for _ in SLOTS]
-        parts = list(product(range(window[0] + 1), range(blocks)))
+    cells = _cells(pl.program_id(0) * t.cells, t.cells, images, _grid(geometry))
+    totals = [jnp.zeros((t.cells, outer), jnp.float32) for _ in SLOTS]
+    parts = list(product(range(window[0] + 1), range(blocks)))
 
-        def load(part):
-            c = part[1] * inner + jnp.arange(inner)
-            return [_patch(x_ref, cells, (part[0], j), size, geometry, c) for j in range(window[1] + 1)]
+    def load(part):
+        c = part[1] * inner + jnp.arange(inner)
+        return [_patch(x_ref, cells, (part[0], j), size, geometry, c) for j in range(window[1] + 1)]
 
-        for (row, block), patches in _ahead(parts, load, t.ahead):
-            for column, values in enumerate(patches):
-                for slot, (i, j) in enumerate(SLOTS):
-                    q = (row - i, column - j)
-                    if (q, block) in weights:
-                        totals[slot] += jnp.dot(values, weights[q, block], preferred_element_type=jnp.float32)
-        best, which = totals[0], jnp.zeros(totals[0].shape, jnp.int32)
-        for slot, value in enumerate(totals[1:], 1):
-            better = (value > best) | (value != value)  # what is not a number must not go unseen
-            best, which = jnp.where(better, value, best), jnp.where(better, slot, which)
-        best += bias[None, :]
-        dead = best <= 0
-        _store(y_ref, cells.at, o, jnp.where(dead, 0.0, best), cells.real)
-        _store(which_ref, cells.at, o, jnp.where(dead, DEAD, which), cells.real)
-
-    _repeat(t, tile)
+    for (row, block), patches in _ahead(parts, load, t.ahead):
+        for column, values in enumerate(patches):
+            for slot, (i, j) in enumerate(SLOTS):
+                q = (row - i, column - j)
+                if (q, block) in weights:
+                    totals[slot] += jnp.dot(values, weights[q, block], preferred_element_type=jnp.float32)
+    best, which = totals[0], jnp.zeros(totals[0].shape, jnp.int32)
+    for slot, value in enumerate(totals[1:], 1):
+        better = (value > best) | (value != value)  # what is not a number must not go unseen
+        best, which = jnp.where(better, value, best), jnp.where(better, slot, which)
+    best += bias[None, :]
+    dead = best <= 0
+    _store(y_ref, cells.at, o, jnp.where(dead, 0.0, best), cells.real)
+    _store(which_ref, cells.at, o, jnp.where(dead, DEAD, which), cells.real)
 
 
 def _images_gradient(which, weights, dy, geometry, shape, dtype, tiles: Tiles | None = None) -> Array:
@@ -351,7 +338,7 @@ def _images_gradient(which, weights, dy, geometry, shape, dtype, tiles: Tiles | 
     *size, channels = shape
     grid = -(-size[0] // 2), -(-size[1] // 2)
     inner, blocks = _blocks(channels, 64)
-    programs = (-(-images * math.prod(grid) // (t.cells * t.rounds)), blocks)
+    programs = (-(-images * math.prod(grid) // t.cells), blocks)
     kernel = partial(_images_kernel, size=tuple(size), grid=grid, geometry=geometry, t=t, shape=(images, inner))
     dx = _call(
         kernel,
@@ -382,43 +369,38 @@ def _images_kernel(dy_ref, which_ref, k_ref, dx_ref, *, size, grid, geometry, t,
         at, o = (jnp.broadcast_to(a, mask.shape) for a in ((q * channels + c)[:, None], o[None, :]))
         weights[q, block] = gpu.load(k_ref.at[at, o], mask=mask, other=0.0).T
 
-    def tile(i):
-        cells = _cells((pl.program_id(0) * t.rounds + i) * t.cells, t.cells, images, grid)
-        totals = {p: jnp.zeros((t.cells, inner), jnp.float32) for p in SLOTS}
+    cells = _cells(pl.program_id(0) * t.cells, t.cells, images, grid)
+    totals: dict[Pair, Any] = {p: jnp.zeros((t.cells, inner), jnp.float32) for p in SLOTS}
 
-        def load(part):
-            d, block = part
-            row, column, o = cells.row + d[0], cells.column + d[1], block * outer + jnp.arange(outer)
-            real = cells.real & (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
-            at = (cells.image * rows + row) * columns + column
-            return _load(dy_ref, at, o, real).astype(k_ref.dtype), _load(which_ref, at, o, real)
+    def load(part):
+        d, block = part
+        row, column, o = cells.row + d[0], cells.column + d[1], block * outer + jnp.arange(outer)
+        real = cells.real & (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
+        at = (cells.image * rows + row) * columns + column
+        return _load(dy_ref, at, o, real).astype(k_ref.dtype), _load(which_ref, at, o, real)
 
-        parts = list(product(sorted({(a[2], b[2]) for a, b in pairs}), range(blocks)))
-        for (d, block), (dy, which) in _ahead(parts, load, t.ahead):
-            for slot, s in enumerate(SLOTS):
-                here = [(a, b) for a, b in pairs if (a[2], b[2]) == d and (a[3], b[3]) == s]
-                values = _at(slot, which, dy) if here else None
-                for a, b in here:
-                    q = a[1] * kw + b[1]
-                    totals[a[0], b[0]] += jnp.dot(values, weights[q, block], preferred_element_type=jnp.float32)
-        for p, total in totals.items():
-            row, column = 2 * cells.row + p[0], 2 * cells.column + p[1]
-            real = cells.real & (row < size[0]) & (column < size[1])
-            _store(dx_ref, (cells.image * size[0] + row) * size[1] + column, c, total, real)
-
-    _repeat(t, tile)
+    parts = list(product(sorted({(a[2], b[2]) for a, b in pairs}), range(blocks)))
+    for (d, block), (dy, which) in _ahead(parts, load, t.ahead):
+        for slot, s in enumerate(SLOTS):
+            values = _at(slot, which, dy)
+            for a, b in pairs:
+                if (a[2], b[2]) == d and (a[3], b[3]) == s:
+                    tap = weights[a[1] * kw + b[1], block]
+                    totals[a[0], b[0]] += jnp.dot(values, tap, preferred_element_type=jnp.float32)
+    for p, total in totals.items():
+        row, column = 2 * cells.row + p[0], 2 * cells.column + p[1]
+        real = cells.real & (row < size[0]) & (column < size[1])
+        _store(dx_ref, (cells.image * size[0] + row) * size[1] + column, c, total, real)
 
 
 def _pooled_weights_gradient(x, which, dy, geometry, tiles: Tiles | None = None) -> Array:
     (images, *size, channels), out = x.shape, dy.shape[-1]
     depth, count = math.prod(geometry.window) * channels, images * math.prod(_grid(geometry))
     t = tiles or TILES["weights", x.dtype.itemsize]
-    t = t._replace(rounds=-(-count // (t.cells * t.split)), band=min(t.band, geometry.window[0]))
     (outer, outers), (inner, inners) = _blocks(out, 64), _blocks(channels, 32)
-    bands = -(-geometry.window[0] // t.band)
     shares = _call(
         partial(_weights_kernel, size=tuple(size), geometry=geometry, t=t, shape=(images, channels, outer, inner)),
-        (t.split, inners * bands, outers),
+        (t.split, inners, outers),
         jax.ShapeDtypeStruct((t.split, depth + 1, out), jnp.float32),
         t,
         "convolution_relu_pool_weights",
@@ -429,32 +411,35 @@ def _pooled_weights_gradient(x, which, dy, geometry, tiles: Tiles | None = None)
 def _weights_kernel(x_ref, which_ref, dy_ref, dw_ref, *, size, geometry, t, shape):
     images, channels, outer, inner = shape
     kh, kw = geometry.window
-    bands = -(-kh // t.band)
-    share, part, band = pl.program_id(0), lax.div(pl.program_id(1), bands), lax.rem(pl.program_id(1), bands)
-    above = band * t.band if bands > 1 else 0  # rows of the window above the band
-    c, o = part * inner + jnp.arange(inner), pl.program_id(2) * outer + jnp.arange(outer)
-    places = list(np.ndindex(t.band, kw))
+    share, block = pl.program_id(0), pl.program_id(1)
+    c, o = block * inner + jnp.arange(inner), pl.program_id(2) * outer + jnp.arange(outer)
+    places = list(np.ndindex(kh, kw))
+    rounds = -(-dy_ref.shape[0] // (t.cells * t.split))
+
+    def load(i):
+        cells = _cells((share * rounds + i) * t.cells, t.cells, images, _grid(geometry))
+        return cells, *(_load(ref, cells.at, o, cells.real) for ref in (dy_ref, which_ref))
 
     def tile(i, carry):
-        bias, *totals = carry
-        cells = _cells((share * t.rounds + i) * t.cells, t.cells, images, _grid(geometry))
-        dy, which = _load(dy_ref, cells.at, o, cells.real), _load(which_ref, cells.at, o, cells.real)
+        (cells, dy, which), bias, totals = carry
+        following = load(i + 1)  # issued before it is needed: nothing else would hide how long it takes
         values = [_at(slot, which, dy.astype(x_ref.dtype)).T for slot in range(DEAD)]
-        for row, column in np.ndindex(t.band + 1, kw + 1):
-            patch = _patch(x_ref, cells, (above + row, column), size, geometry, c)
+        totals = list(totals)
+        for place in np.ndindex(kh + 1, kw + 1):
+            patch = _patch(x_ref, cells, place, size, geometry, c)
             for slot, (a, b) in enumerate(SLOTS):
-                q = (row - a, column - b)
+                q = (place[0] - a, place[1] - b)
                 if q in places:
                     totals[places.index(q)] += jnp.dot(values[slot], patch, preferred_element_type=jnp.float32)
-        return (bias + jnp.where(which == jnp.uint8(DEAD), 0.0, dy.astype(jnp.float32)), *totals)
+        bias += jnp.where(which == jnp.uint8(DEAD), 0.0, dy.astype(jnp.float32))
+        return following, bias, tuple(totals)
 
-    start = jnp.zeros((t.cells, outer), jnp.float32), *[jnp.zeros((outer, inner), jnp.float32) for _ in places]
-    bias, *totals = lax.fori_loop(0, t.rounds, tile, start)
-    known = (o < dy_ref.shape[1])[:, None]
-    for (row, column), total in zip(places, totals, strict=True):
-        mask = jnp.broadcast_to((c < channels)[None, :] & known & (above + row < kh), total.shape)
-        at = ((above + row) * kw + column) * channels + c
-        rows, columns = jnp.broadcast_to(at[None, :], mask.shape), jnp.broadcast_to(o[:, None], mask.shape)
+    bias, total = jnp.zeros((t.cells, outer), jnp.float32), jnp.zeros((outer, inner), jnp.float32)
+    _, bias, totals = lax.fori_loop(0, rounds, tile, (load(0), bias, (total,) * len(places)))
+    for q, total in enumerate(totals):
+        mask = jnp.broadcast_to((c < channels)[None, :] & (o < dy_ref.shape[1])[:, None], total.shape)
+        at = (q * channels + c)[None, :]
+        rows, columns = jnp.broadcast_to(at, mask.shape), jnp.broadcast_to(o[:, None], mask.shape)
         gpu.store(dw_ref.at[share, rows, columns], total, mask=mask)
-    last, first = jnp.full(o.shape, kh * kw * channels), pl.program_id(1) == 0
-    gpu.store(dw_ref.at[share, last, o], bias.sum(0), mask=(o < dy_ref.shape[1]) & first)
+    last = jnp.full(o.shape, kh * kw * channels)
+    gpu.store(dw_ref.at[share, last, o], bias.sum(0), mask=(o < dy_ref.shape[1]) & (block == 0))

@@ -73,6 +73,12 @@ def _tiles(channels: int, window: Pair, out: int, positions: int) -> Tiles:
     return Tiles(positions, inner, outer, warps=4 if outer == 64 else 2, stages=3 if channels >= 16 else 1)
 
 
+def _gradient_tiles(channels: int, window: Pair, out: int) -> Tiles:
+    if channels < 16:  # little to multiply: many small programs, which wait for memory at the same time
+        return _tiles(channels, window, out, 32)._replace(warps=2, stages=2, split=16)
+    return _tiles(channels, window, out, 64)._replace(warps=4, stages=2)
+
+
 def _power(n: int, least: int, most: int) -> int:
     """The power of two from ``least`` to ``most`` that covers n, or ``most``."""
     return min(max(1 << (n - 1).bit_length(), least), most)
@@ -254,7 +260,7 @@ def _kernel_gradient(
     images, *size, channels = x.shape
     out = dy.shape[-1]
     depth = math.prod(geometry.window) * channels
-    t = tiles or _tiles(channels, geometry.window, out, 64)._replace(warps=4, stages=2)
+    t = tiles or _gradient_tiles(channels, geometry.window, out)
     blocks = -(-depth // t.inner)
     t = t._replace(together=min(t.together, blocks))
     positions = images * math.prod(geometry.out)
