@@ -135,10 +135,10 @@ ENTRY = Entry(
     "one-layer LSTM of 256 units, embedding 8, started as Haiku does. 1,000 rounds of one local epoch, batches of 10, "
     "aggregation weighted by examples. Every round sends 40 models, both ways together: FedAvg and MimeLiteSGD have 20 "
     "clients, the others pairs of one client that sends a gradient and another that trains, 8 (MimeSGD, MimeLiteMom, "
-    "MimeLiteAdagrad), 6 (MimeLiteAdam, MimeMom, MimeAdagrad) or 5 (MimeAdam). beta 0.9; Adam 0.9, 0.99, eps 1e-7; Adagrad from 0.1, eps "
-    "1e-7; server rate 1. Nine client rates, 1 to 1e-4 by half decades; the best one's test accuracy is reported. In "
-    "FedAvg with Momentum, Adam and Adagrad the clients run SGD and the server runs the base optimizer on their mean "
-    "change.",
+    "MimeLiteAdagrad), 6 (MimeLiteAdam, MimeMom, MimeAdagrad) or 5 (MimeAdam). beta 0.9; Adam 0.9, 0.99, eps 1e-7; "
+    "Adagrad from 0.1, eps 1e-7; server rate 1. Nine client rates, 1 to 1e-4 by half decades; the best one's test "
+    "accuracy is reported. In FedAvg with Momentum, Adam and Adagrad the clients run SGD and the server runs the base "
+    "optimizer on their mean change.",
     quick="MimeLite over SGD is FedAvg number for number, losses fall, and a round sends 40 models; a tiny LSTM on "
     "generated text",
     run=run,
