@@ -1,11 +1,11 @@
-"""Training with LocalUpdate as the paper's appendices do: ten clients a round, K local steps, batches of 20."""
+"""Training with LocalUpdate as the paper's appendices do: ten clients a round, K local steps each."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedbraid.algorithms import local_update
 from fedbraid.algorithms.server_optimizers import momentum
@@ -32,12 +32,25 @@ def server_momentum(kind: str) -> Swap | None:
     return swap
 
 
-def femnist(job: Job, *, on_train: bool = False) -> FederatedData:
-    """The writers that have training images; ``on_train`` evaluates on those instead of the test images."""
-    from fedbraid.data.catalog import load
+class Task(NamedTuple):
+    """What is learned: a data set by its name, the model, and options of LocalUpdate that go with both."""
 
-    data = replace(load("femnist", path=str(job.path_of("femnist"))), unseen=None)
-    return replace(data, test=data.train) if on_train else data
+    data: str
+    model: Mapping[str, Any]
+    local: Mapping[str, Any]
+
+    def load(self, job: Job, *, on_train: bool = False) -> FederatedData:
+        """The clients that have training data; ``on_train`` evaluates on those data instead of the test data."""
+        from fedbraid.data.catalog import load
+
+        data = replace(load(self.data, path=str(job.path_of(self.data))), unseen=None)
+        return replace(data, test=data.train) if on_train else data
+
+
+MLP = Task("femnist", {"name": "mlp", "hidden": [100]}, {"batch_size": 20})
+ALIKE = {"weighting": "uniform"}  # the server takes the plain mean of the messages: Algorithm 1
+CNN = Task("femnist", {"name": "emnist_cnn"}, {"batch_size": 20, **ALIKE})
+LSTM = Task("shakespeare", {"name": "char_lstm", "layers": 2, "compute": "bfloat16"}, {"batch_size": 4, **ALIKE})
 
 
 def run_grid(
@@ -45,6 +58,7 @@ def run_grid(
     data: FederatedData,
     job: Job,
     *,
+    task: Task,
     gammas: Sequence[float],
     rates: Sequence[float],
     steps: int,
@@ -52,21 +66,26 @@ def run_grid(
     every: int,
     alpha: float = 0.0,
     server: str = "none",
-    **changes: Any,
+    cohort: int | str = 10,
+    marks: Collection[int] = (),
+    piece: int | None = None,
 ) -> dict[str, Any]:
-    """LocalUpdate with Theta_{1:K} at every client rate gamma and server rate eta, as one program."""
+    """LocalUpdate with Theta_{1:K} at every client rate gamma and server rate eta, as one program.
+
+    ``marks`` are rounds to evaluate after beside every ``every``-th; unfinished work is kept every ``piece`` rounds.
+    """
     config = parse(
         {
             "rounds": rounds,
-            "cohort": 10,
-            "model": {"name": "mlp", "hidden": [100]},
+            "cohort": cohort,
+            "model": dict(task.model),
             "evaluation": {"every": every},
-            **changes,
-            "algorithm": {"name": "local_update", "alpha": alpha, "steps": steps, "batch_size": 20},
+            "algorithm": {"name": "local_update", "alpha": alpha, "steps": steps, **task.local},
         }
     )
     points = [{"algorithm.gamma": gamma, "algorithm.server_lr": eta} for gamma, eta in itertools.product(gammas, rates)]
-    return train(name, config, data, points, work=job.work, swap=server_momentum(server), tell=job.tell)
+    kept = {"work": job.work, "piece": piece, "tell": job.tell}
+    return train(name, config, data, points, marks=marks, swap=server_momentum(server), **kept)
 
 
 def chosen(result: Mapping[str, Any], point: int) -> str:

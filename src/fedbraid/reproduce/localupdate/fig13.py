@@ -2,62 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
 from fedbraid.data.catalog import load
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
-from fedbraid.reproduce.localupdate._training import PAPER, femnist, run_grid
-from fedbraid.reproduce.localupdate.fig12 import draw
-from fedbraid.reproduce.training import spent
+from fedbraid.reproduce.localupdate._client_rates import compare_tuned, draw, tuned
+from fedbraid.reproduce.localupdate._training import MLP, PAPER, Task, run_grid
 
 ROUNDS, STEPS, LAST = 200, 10, 100
 GAMMAS = (0.0, 1e-2, 1e-1, 1.0)
 RATES = tuple(10.0 ** (k / 2) for k in (0, -1, -2, -3, -4))
 
 
-def tuned(result: Mapping[str, Any]) -> dict[float, tuple[float, np.ndarray]]:
-    """For every gamma the server rate with the lowest mean loss over the last rounds, and the curve at it."""
-    late = np.array(result["rounds"]) > result["rounds"][-1] - LAST
-    found: dict[float, tuple[float, np.ndarray]] = {}
-    for point, row, diverged in zip(result["points"], result["test_loss"], result["diverged"], strict=True):
-        gamma, eta, curve = point["algorithm.gamma"], point["algorithm.server_lr"], np.array(row, float)
-        if not diverged and (gamma not in found or curve[late].mean() < found[gamma][1][late].mean()):
-            found[gamma] = eta, curve
-    return found
-
-
 def full(job: Job) -> Evidence:
-    data = femnist(job, on_train=True)
-    fixed = {"gammas": GAMMAS, "steps": STEPS, "rounds": ROUNDS, "every": 20}
-    result = run_grid("tuned", data, job, rates=RATES, **fixed)
-    best = tuned(result)
-    start = {gamma: curve[0] for gamma, (_, curve) in best.items()}
-    untuned = {
-        point["algorithm.gamma"]: np.array(row, float)
-        for point, row in zip(result["points"], result["test_loss"], strict=True)
-        if point["algorithm.server_lr"] == 0.01
-    }
-    larger = min(start, key=lambda gamma: start[gamma])
-    lowest = min(best, key=lambda gamma: best[gamma][1][-1])
-    findings = (
-        Finding("tuning eta helps every gamma: least gain over eta = 0.01 in loss at the end", "at least 0",
-                float(min(untuned[g][-1] - curve[-1] for g, (_, curve) in best.items())), -0.02),
-        Finding("client rate with the lowest loss after 20 rounds", "a larger one", larger, 1e-2, 1.0),
-        Finding("a smaller gamma has the lowest loss at the end than after 20 rounds", "yes", lowest < larger),
-    )  # fmt: skip
-    ends = ", ".join(f"{g:g} (eta {eta:.3g}): {c[0]:.3f}, {c[-1]:.3f}" for g, (eta, c) in best.items())
-    notes = (f"Training loss after 20 and {ROUNDS} rounds, by gamma: {ends}.", spent([result]))
-    return Evidence(findings, draw(result["rounds"], {gamma: curve for gamma, (_, curve) in best.items()}), notes)
+    return compare_tuned(job, MLP, gammas=GAMMAS, rates=RATES, steps=STEPS, rounds=ROUNDS, last=LAST, every=20)
 
 
 def quick(job: Job) -> Evidence:
     data = load("digits", clients=10)
-    small = {"cohort": "all", "model": {"name": "softmax_regression"}, "every": 10, "rounds": 20, "steps": 5}
+    task = Task("digits", {"name": "softmax_regression"}, {"batch_size": 20})
+    small = {"cohort": "all", "task": task, "every": 10, "rounds": 20, "steps": 5}
     result = run_grid("tuned", data, job, gammas=(0.0, 0.03), rates=(0.1, 0.01, 0.001), **small)
-    best = tuned(result)
+    best = tuned(result, LAST)
     losses = np.array(result["test_loss"])[:, -1].reshape(2, 3)
     excess = float(best[0.0][1][-1] - losses[0].min())
     findings = (

@@ -2,69 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
 from fedbraid.data.catalog import load
-from fedbraid.experiment.figures import COLOURS, tidy
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
-from fedbraid.reproduce.localupdate._training import PAPER, chosen, femnist, run_grid
-from fedbraid.reproduce.training import best, rounds_to, spent
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from fedbraid.reproduce.localupdate._momentum import compare, draw
+from fedbraid.reproduce.localupdate._training import MLP, PAPER, Task, run_grid
 
 ROUNDS, STEPS, LAST = 40, 50, 20
 GAMMAS = tuple(10.0 ** (k / 2) for k in (-2, -3))
 RATES = tuple(10.0 ** (k / 2) for k in (-1, -2, -3, -4))
-ALPHAS = (0.1, 1.0)
-SERVERS = {"none": "no momentum", "nesterov": "Nesterov", "heavy-ball": "heavy ball"}
 
 
 def full(job: Job) -> Evidence:
-    data = femnist(job)
-    grid = {"gammas": GAMMAS, "rates": RATES, "steps": STEPS, "rounds": ROUNDS, "every": 5}
-    left = {label: run_grid(kind, data, job, server=kind, **grid) for kind, label in SERVERS.items()}
-    right = {"alpha = 0": left["no momentum"]}
-    right |= {f"alpha = {a:g}": run_grid(f"alpha-{a:g}", data, job, alpha=a, **grid) for a in ALPHAS}
-    at = {name: best(result, last=LAST) for name, result in (left | right).items()}
-    target = at["no momentum"][1]
-    needed = {name: rounds_to(result, at[name][0], target) for name, result in left.items()}
-    pull = [100 * at[name][1] for name in right]
-    gain = {name: 100 * (at[name][1] - target) for name in list(SERVERS.values())[1:]}
-    findings = [
-        *(Finding(f"{name}: accuracy above no momentum, in points", "above 0", g, 0.0) for name, g in gain.items()),
-        *(
-            Finding(f"{name}: rounds to the accuracy of no momentum over its rounds", "below 1", share, 0.0, 0.95)
-            for name, share in ((n, needed[n] / needed["no momentum"]) for n in gain)
-        ),
-        Finding("alpha: best less worst accuracy, in points", "little to no effect", max(pull) - min(pull), 0.0, 1.0),
-    ]
-    rates = "; ".join(f"{name}: {chosen((left | right)[name], i)}, {100 * a:.1f} %" for name, (i, a) in at.items())
-    notes = (
-        f"Best rates and accuracy over the last {LAST} rounds: {rates}.",
-        spent([*left.values(), *list(right.values())[1:]]),
-    )
-    return Evidence(tuple(findings), draw(left, right), notes)
-
-
-def draw(left: Mapping[str, Mapping[str, Any]], right: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Accuracy over rounds at tuned rates."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.6, 3.5), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
-    for axis, results, title in zip(axes, (left, right), ("server momentum", "proximal pull"), strict=True):
-        for i, (name, result) in enumerate(results.items()):
-            curve = [100 * (v or 0.0) for v in result["test_accuracy"][best(result, last=LAST)[0]]]
-            dashes = ("-", "--", ":")[i % 3]
-            axis.plot(result["rounds"], curve, lw=1.8, label=name, color=COLOURS[i], ls=dashes)
-        axis.set_title(title, fontsize=10, loc="left")
-        axis.set_xlabel("round")
-        tidy(axis)
-        axis.legend(frameon=False, fontsize=8, loc="lower right")
-    axes[0].set_ylabel("test accuracy, %")
-    return figure
+    return compare(job, MLP, gammas=GAMMAS, rates=RATES, steps=STEPS, rounds=ROUNDS, last=LAST, every=5)
 
 
 def quick(job: Job) -> Evidence:
@@ -74,7 +23,7 @@ def quick(job: Job) -> Evidence:
         "rates": (0.03, 0.01),
         "every": 5,
         "cohort": 5,
-        "model": {"name": "softmax_regression"},
+        "task": Task("digits", {"name": "softmax_regression"}, {"batch_size": 20}),
     }
     plain = run_grid("none", data, job, steps=1, rounds=10, **grid)
     pulled = run_grid("alpha", data, job, steps=1, rounds=10, alpha=1.0, **grid)
@@ -89,9 +38,8 @@ def quick(job: Job) -> Evidence:
         Finding("one local step: the pull does nothing, test losses apart", "0", same, 0.0, 1e-6),
         Finding("small rates: test loss that heavy ball is ahead by, at least", "above 0", ahead, 0.0),
     )
-    return Evidence(
-        findings, draw({"no momentum": plain, "heavy ball": ball}, {"alpha = 0": plain, "alpha = 1": pulled})
-    )
+    figure = draw({"no momentum": plain, "heavy ball": ball}, {"alpha = 0": plain, "alpha = 1": pulled}, LAST)
+    return Evidence(findings, figure)
 
 
 def run(job: Job) -> Evidence:
