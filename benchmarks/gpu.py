@@ -6,8 +6,8 @@
 - cnn-ragged: the same with log-normal client sizes (sigma 0.6) of mean 200, cohort 100
 - lstm: the one-layer character LSTM (256 units), 20 clients x 3 steps x batch 10 x 80 characters
 - lstm-sweep: nine client rates at once, cohort 20, sizes as in Shakespeare (1 to 1,003 sequences, median 17)
-- pieces: the CNN's second convolution and its gradients for 100 clients, and the LSTM's 80 positions for 20, by the
-  library's kernels and by XLA's operations
+- pieces: the CNN's second convolution and its gradients for 100 clients, alone and with bias, ReLU and pool, and the
+  LSTM's 80 positions for 20, by the library's kernels and by XLA's operations
 - floors: copy bandwidth and matrix rate of the card, measured in the same run
 
 Times are medians over portions of rounds after the first, which compiles; the masked share is what a plan throws away.
@@ -132,6 +132,35 @@ def convolution_pieces(clients: int = 100, images: int = 20, size: int = 26) -> 
     return found
 
 
+def layer_pieces(clients: int = 100, images: int = 20, size: int = 26) -> dict:
+    """A convolution with its bias, ReLU and pool: as one kernel with values in float32 and bfloat16, and in steps."""
+    from fedbraid.models.kernels.activated import Geometry, convolve_relu_pool
+    from fedbraid.models.layers import conv2d, max_pool
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    out = size - 2
+    x = jax.random.normal(keys[0], (clients, images, size, size, 32))
+    w = jax.random.normal(keys[1], (clients, 3 * 3 * 32 + 1, 64))
+    dy = jax.random.normal(keys[2], (clients, images, out // 2, out // 2, 64))
+
+    def steps(x, w):
+        return jax.nn.relu(max_pool(conv2d(x, w[:-1].reshape(3, 3, 32, 64))) + w[-1])
+
+    def fused(x, w):
+        return convolve_relu_pool(x, w, Geometry((3, 3), out=(out, out)))
+
+    found = {}
+    for name, one, kind in (
+        ("steps", steps, jnp.float32),
+        ("kernel", fused, jnp.float32),
+        ("kernel, bfloat16", fused, jnp.bfloat16),
+    ):
+        each, values, slopes = jax.vmap(one), x.astype(kind), dy.astype(kind)
+        found[f"{name}, forwards"] = seconds(each, values, w)
+        found[f"{name}, there and back"] = seconds(lambda x, w, dy, f=each: jax.vjp(f, x, w)[1](dy), values, w, slopes)
+    return found
+
+
 def lstm_pieces(clients: int = 20, length: int = 80, batch: int = 10, hidden: int = 256) -> dict:
     from fedbraid.models.kernels import recurrence
     from fedbraid.models.lstm import _cotangent_loop, _states_loop
@@ -164,13 +193,15 @@ def shakespeare(count=715, seed=0):
 def measurements() -> dict:
     same, wide = np.full(200, 200), ragged(400)
     plays, rates = shakespeare(), jnp.logspace(-2, 0.5, 9)
-    found = {"floors": floors, "pieces of the cnn": convolution_pieces, "pieces of the lstm": lstm_pieces}
+    found = {"floors": floors, "pieces of the cnn": convolution_pieces, "pieces of a layer": layer_pieces}
+    found["pieces of the lstm"] = lstm_pieces
     for lanes in (25, 34, 50, 100):
         found[f"cnn, {lanes} lanes"] = lambda w=lanes: cnn(same, 100, plan="lanes", chunk=w)
     found["cnn, 100 lanes, bfloat16"] = lambda: cnn(same, 100, plan="lanes", chunk=100, precision="bfloat16")
     found["cnn, vmap"] = lambda: cnn(same, 100, plan="chunks", chunk=100)
     for lanes in (25, 34, 50):
         found[f"cnn-ragged, {lanes} lanes"] = lambda w=lanes: cnn(wide, 100, plan="lanes", chunk=w)
+    found["cnn-ragged, 25 lanes, bfloat16"] = lambda: cnn(wide, 100, plan="lanes", chunk=25, precision="bfloat16")
     found["cnn-ragged, vmap"] = lambda: cnn(wide, 100, plan="chunks", chunk=100)
     found["lstm, lanes"] = lambda: lstm(np.full(60, 30), 20, plan="lanes", chunk=20)
     found["lstm, lanes, bfloat16"] = lambda: lstm(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,7 @@ from fedbraid import models
 from fedbraid.models import kernels, layers, lstm
 from fedbraid.models.kernels import activated, convolution, recurrence
 from fedbraid.models.kernels.convolution import Geometry, convolve
-from fedbraid.models.rewrite import explain
+from fedbraid.models.rewrite import explain, fast_convolutions
 
 
 def _normal(seed, *shape):
@@ -209,6 +210,88 @@ def test_products_that_must_be_exact_or_have_many_channels_are_left_to_xla(as_if
     assert not layers.has_kernel(x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16))
     with jax.default_matmul_precision("float32"):
         assert not layers.has_kernel(x, kernel)
+
+
+def _pool(x, axes=(1, 2)):
+    window = tuple(2 if axis in axes else 1 for axis in range(4))
+    return lax.reduce_window(x, -jnp.inf, lax.max, window, window, "VALID")
+
+
+def _net(x, w, **options):
+    return lax.conv_general_dilated(x, w, dimension_numbers=("NHWC", "HWIO", "NHWC"), **{**VALID, **options})
+
+
+VALID = {"window_strides": (1, 1), "padding": "VALID"}
+relu = jax.nn.relu
+NETS = {  # what a program does after a convolution [2, 8, 8, 16] -> [2, 6, 6, 8], and the kernel that it becomes
+    "bias, relu": (lambda x, w, b: relu(_net(x, w) + b), "convolution_relu"),
+    "bias spread first": (lambda x, w, b: relu(_net(x, w) + jnp.broadcast_to(b, (2, 6, 6, 8))), "convolution_relu"),
+    "relu alone": (lambda x, w, b: relu(_net(x, w)) + b, "convolution_relu"),
+    "relu, pool": (lambda x, w, b: _pool(relu(b + _net(x, w))), "convolution_relu_pool"),
+    "pool, relu": (lambda x, w, b: relu(_pool(_net(x, w) + b)), "convolution_relu_pool"),
+    "pool, bias, relu": (lambda x, w, b: relu(_pool(_net(x, w)) + b), "convolution_relu_pool"),
+    "layouts": (
+        lambda x, w, b: _pool(relu(_net(x, w).transpose(0, 3, 1, 2)[:, None][:, 0] + b[:, None, None]), (2, 3)),
+        "convolution_relu_pool",
+    ),
+    "strides, padding": (
+        lambda x, w, b: relu(_net(x, w, window_strides=(2, 1), padding="SAME") + b),
+        "convolution_relu",
+    ),
+    "pool of strides": (lambda x, w, b: _pool(relu(_net(x, w, window_strides=(1, 2)) + b)), "convolution"),
+    "two pools": (lambda x, w, b: _pool(_pool(relu(_net(x, w, padding="SAME") + b))), "convolution_relu_pool"),
+    "pool of one axis": (lambda x, w, b: _pool(relu(_net(x, w) + b), (1,)), "convolution_relu"),
+    "no relu": (lambda x, w, b: jnp.tanh(_net(x, w) + b), "convolution"),
+    "half of a relu": (lambda x, w, b: jnp.maximum(_net(x, w) + b, 0.0), "convolution"),
+    "used twice": (lambda x, w, b: (lambda y: relu(y + b) * y)(_net(x, w)), "convolution"),
+    "a number of every place": (
+        lambda x, w, b: relu(_net(x, w) + jnp.arange(36.0).reshape(6, 6, 1) + b),
+        "convolution",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_what_follows_anyones_convolution_becomes_part_of_it(name, as_if_on_a_gpu):
+    net, kernel = NETS[name]
+    x, w, b = _normal(0, 2, 8, 8, 16), _normal(1, 3, 3, 16, 8), _normal(2, 8)
+    program = str(jax.make_jaxpr(fast_convolutions(net))(x, w, b))
+    assert "conv_general_dilated" not in program
+    assert f"name={kernel}\n" in program
+    assert program.count("name=convolution") == 1, "computed once"
+    out, back = jax.vjp(net, x, w, b)
+    mine, my_back = jax.vjp(fast_convolutions(net), x, w, b)
+    cotangent = _normal(3, *out.shape)
+    _close((mine, my_back(cotangent)), (out, back(cotangent)))
+
+
+def test_layers_of_anyones_network_hand_over_what_they_computed(as_if_on_a_gpu):
+    """In bfloat16 between two layers, in float32 wherever the program itself looks."""
+    first, second, pool = (
+        eqx.nn.Conv2d(1, 16, 3, key=jax.random.key(0)),
+        eqx.nn.Conv2d(16, 24, 3, key=jax.random.key(1)),
+        eqx.nn.MaxPool2d(2, 2),
+    )
+
+    def net(convolutions, x):
+        first, second = convolutions
+        return jax.vmap(lambda x: pool(relu(second(relu(first(x))))))(x)
+
+    x = _normal(0, 3, 1, 10, 10)
+    program = str(jax.make_jaxpr(fast_convolutions(net))((first, second), x))
+    assert program.count("name=convolution_relu\n") == program.count("name=convolution_relu_pool\n") == 1
+    _close(fast_convolutions(net)((first, second), x), net((first, second), x))
+    lines = explain(net, (first, second), x)
+    assert [line.rsplit(": ", 1)[1] for line in lines] == [
+        "one kernel, with its bias and ReLU",
+        "one kernel, with its bias and ReLU and pool",
+        "together with the convolution before it",
+    ]
+    with jax.default_matmul_precision("BF16_BF16_F32"):
+        rounded = fast_convolutions(net)((first, second), x)
+    assert rounded.dtype == jnp.float32
+    exact = net((first, second), x)
+    assert 0 < float(jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact)) < 0.02
 
 
 def test_explain_says_so(as_if_on_a_gpu):

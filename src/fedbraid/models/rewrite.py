@@ -8,19 +8,25 @@ differentiates, loops over and batches over clients contains no convolution any 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
+from fedbraid.models import kernels
 from fedbraid.models.convolution import MOST_SLICES, convolve, outputs
-from fedbraid.models.layers import conv2d, has_kernel, window_max
+from fedbraid.models.deferred import COLUMNS, IMAGES, OUT, ROWS, Deferred, follow
+from fedbraid.models.layers import conv2d, has_kernel, paddings, window_max
 
 _native: ContextVar[bool] = ContextVar("native", default=False)
+_notes: ContextVar[dict[int, str] | None] = ContextVar("notes", default=None)  # how an equation, by its id, was run
 _MARK = "_convolutions_are_fast"
 
 
@@ -89,36 +95,43 @@ def explain(function: Callable, *args: Any) -> list[str]:
     >>> explain(convolve, jnp.ones((1, 1, 4, 4)), jnp.ones((1, 1, 3, 3)))
     ['convolution of (1, 1, 4, 4) with (1, 1, 3, 3): matrix products']
     """
-    return _explained(jax.make_jaxpr(function)(*args).jaxpr)
+    closed = jax.make_jaxpr(function)(*args)
+    notes: dict[int, str] = {}
+    if kernels.available():  # what follows a convolution may become part of it, which only running it tells
+        before = _notes.set(notes)
+        try:
+            jax.eval_shape(lambda *leaves: _evaluate(closed.jaxpr, closed.consts, *leaves), *jax.tree.leaves(args))
+        finally:
+            _notes.reset(before)
+    return _explained(closed.jaxpr, notes)
 
 
-def _explained(jaxpr: Jaxpr) -> list[str]:
+def _note(equation: Any, how: str) -> None:
+    notes = _notes.get()
+    if notes is not None:
+        notes[id(equation)] = how
+
+
+def _explained(jaxpr: Jaxpr, notes: dict[int, str]) -> list[str]:
     lines = []
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         shapes: list[Any] = [atom.aval for atom in equation.invars]
         if name == "conv_general_dilated":
             x, kernel = shapes
-            lines.append(f"convolution of {x.shape} with {kernel.shape}: {_how(equation.params, x, kernel)}")
+            reason = _why_not(equation.params, x, kernel)
+            how = "matrix products" if reason is None else f"left to XLA: {reason}"
+            lines.append(f"convolution of {x.shape} with {kernel.shape}: {notes.get(id(equation), how)}")
         elif name == "reduce_window_max":
             how = "slices" if _side_by_side(equation.params, shapes[0]) else "left to XLA: its windows overlap"
+            how = notes.get(id(equation), how)
             lines.append(f"max pool of {shapes[0].shape}: {how}")
         elif name.startswith("custom_") and any(_has_targets(i) for v in equation.params.values() for i in _jaxprs(v)):
             lines.append(f"{name}: left to XLA: it has a derivative rule of its own")
         else:
-            lines += [line for v in equation.params.values() for inner in _jaxprs(v) for line in _explained(inner)]
+            inside = [inner for value in equation.params.values() for inner in _jaxprs(value)]
+            lines += [line for inner in inside for line in _explained(inner, notes)]
     return lines
-
-
-def _how(params: dict[str, Any], x, kernel) -> str:
-    """How a convolution runs."""
-    reason = _why_not(params, x, kernel)
-    if reason is not None:
-        return f"left to XLA: {reason}"
-    o, i, *window = (kernel.shape[axis] for axis in params["dimension_numbers"].rhs_spec)
-    last = jax.ShapeDtypeStruct((*window, i, o), kernel.dtype)
-    alone = _is_conv2d(params, last) and has_kernel(x, last, params["precision"])
-    return "one kernel, which gathers its patches itself" if alone else "matrix products"
 
 
 def _has_targets(jaxpr: Jaxpr) -> bool:
@@ -138,23 +151,61 @@ def _jaxprs(value: Any) -> list[Jaxpr]:
 def _evaluate(jaxpr: Jaxpr, consts, *args) -> list[Any]:
     """Run a jaxpr equation by equation, with replacements."""
     environment = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
+    variables = [atom for equation in jaxpr.eqns for atom in equation.invars] + list(jaxpr.outvars)
+    uses = Counter(atom for atom in variables if not isinstance(atom, Literal))
+    spread: dict[Any, Any] = {}  # what was repeated to a larger shape, and how
 
-    def read(atom):
+    def known(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else environment[atom]
 
+    def narrow(atom: Any) -> Any:
+        repeated = not isinstance(atom, Literal) and atom in spread
+        return _narrow(*spread[atom]) if repeated else known(atom)
+
+    def read(atom: Any) -> Any:
+        value = known(atom)
+        if isinstance(value, Deferred):
+            value = environment[atom] = value.value()
+        return value
+
+    def waiting(atom: Any) -> bool:
+        return isinstance(known(atom), Deferred) and uses[atom] == 1
+
     for equation in jaxpr.eqns:
-        inputs = [read(atom) for atom in equation.invars]
+        name = equation.primitive.name
+        if any(map(waiting, equation.invars)):
+            longer = follow(equation, [narrow(atom) for atom in equation.invars])
+            if longer is not None:
+                environment[equation.outvars[0]] = longer
+                if name == "reduce_window_max":
+                    _note(equation, "together with the convolution before it")
+                continue
+        if name == "conv_general_dilated" and waiting(equation.invars[0]):  # may take the value as it was computed
+            inputs = [known(equation.invars[0]), read(equation.invars[1])]
+        else:
+            inputs = [read(atom) for atom in equation.invars]
         outputs = _apply(equation, inputs)
         environment.update(zip(equation.outvars, outputs, strict=True))
+        if name == "broadcast_in_dim" and len(inputs) == 1:
+            spread[equation.outvars[0]] = (equation.params, inputs[0])
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _narrow(params: dict[str, Any], x) -> Any:
+    """What ``broadcast_in_dim`` makes of x, with axes of one where it repeats."""
+    sizes = [1] * len(params["shape"])
+    for size, place in zip(jnp.shape(x), params["broadcast_dimensions"], strict=True):
+        sizes[place] = size
+    return jnp.reshape(x, sizes)
 
 
 def _apply(equation, inputs) -> list[Any]:
     name, params = equation.primitive.name, equation.params
     if name in _REPLACEMENTS:
-        output = _REPLACEMENTS[name](params, *inputs)
+        output = _REPLACEMENTS[name](equation, *inputs)
         if output is not None:
             return [output]
+        inputs = [x.value() if isinstance(x, Deferred) else x for x in inputs]
     elif name.startswith("custom_"):
         pass  # its derivative rule belongs to the whole: do not look inside
     elif any(_has_targets(inner) for value in params.values() for inner in _jaxprs(value)):
@@ -198,32 +249,62 @@ def _why_not(params: dict[str, Any], x, kernel) -> str | None:
     return f"it needs {slices} slices, more than {MOST_SLICES}" if slices > MOST_SLICES else None
 
 
-def _convolution(params: dict[str, Any], x, kernel):
-    """``conv_general_dilated`` as matrix products, or None where it does not fit."""
-    if _why_not(params, x, kernel) is not None:
+def _convolution(equation, x, kernel):
+    """``conv_general_dilated`` as matrix products, or None where it does not fit; deferred where it is one kernel."""
+    params = equation.params
+    if _why_not(params, jax.ShapeDtypeStruct(x.shape, kernel.dtype) if isinstance(x, Deferred) else x, kernel):
         return None
     spec = params["dimension_numbers"]
     (n, c, *xs), (o, i, *ks), (out_n, out_c, *outs) = spec.lhs_spec, spec.rhs_spec, spec.out_spec
-    x, kernel = x.transpose(n, *xs, c), kernel.transpose(*ks, i, o)
-    strides, padding, precision = params["window_strides"], params["padding"], params["precision"]
-    if _is_conv2d(params, kernel):
-        y = conv2d(x, kernel, stride=(strides[0], strides[1]), padding=padding, precision=precision)
+    kernel = kernel.transpose(*ks, i, o)
+    if isinstance(x, Deferred):
+        same = [x.axes[axis] for axis in (n, *xs, c)] == [IMAGES, ROWS, COLUMNS, OUT]
+        x = x.computed() if same and _is_conv2d(params, kernel) else x.value().transpose(n, *xs, c)
     else:
-        y = convolve(
-            x,
-            kernel,
-            strides=strides,
-            padding=padding,
-            lhs_dilation=params["lhs_dilation"],
-            rhs_dilation=params["rhs_dilation"],
-            feature_groups=params["feature_group_count"],
-            batch_groups=params["batch_group_count"],
-            precision=precision,
-        )
-    order = [0] * y.ndim
+        x = x.transpose(n, *xs, c)
+    strides, padding, precision = params["window_strides"], params["padding"], params["precision"]
+    precision = None if precision == _ambient(str(getattr(jax.config, kernels.PRECISION))) else precision
+    order = [0] * (2 + len(outs))
     for axis, place in enumerate((out_n, *outs, out_c)):
         order[place] = axis
-    return y.transpose(order)
+    if _is_conv2d(params, kernel):
+
+        def alone():
+            options: dict[str, Any] = {"stride": (strides[0], strides[1]), "padding": padding, "precision": precision}
+            return conv2d(x.astype(kernel.dtype), kernel, **options)
+
+        if has_kernel(x, kernel, precision):
+            return _deferred(equation, x, kernel, tuple(order), alone)
+        return alone().transpose(order)
+    return convolve(
+        x,
+        kernel,
+        strides=strides,
+        padding=padding,
+        lhs_dilation=params["lhs_dilation"],
+        rhs_dilation=params["rhs_dilation"],
+        feature_groups=params["feature_group_count"],
+        batch_groups=params["batch_group_count"],
+        precision=precision,
+    ).transpose(order)
+
+
+def _deferred(equation, x, kernel, axes: tuple[int, ...], alone: Callable) -> Deferred:
+    from fedbraid.models.kernels.convolution import Geometry
+
+    strides, window = tuple(equation.params["window_strides"]), kernel.shape[:2]
+    (top, bottom), (left, right) = paddings(x.shape[1:3], window, strides, equation.params["padding"])
+    rows, columns = outputs([x.shape[1] + top + bottom, x.shape[2] + left + right], window, strides, (1, 1))
+    geometry = Geometry(window, strides, low=(top, left), out=(rows, columns))
+    return Deferred(x, kernel, geometry, axes, alone, lambda how: _note(equation, how))
+
+
+@cache
+def _ambient(how: str) -> Any:
+    """The precision of a convolution that was asked for none, where products are by default as ``how`` says."""
+    with jax.default_matmul_precision(None if how == "None" else how):
+        closed = jax.make_jaxpr(lambda x: lax.conv(x, x, (1, 1), "VALID"))(jnp.ones((1, 1, 1, 1)))
+    return closed.jaxpr.eqns[0].params["precision"]
 
 
 def _is_conv2d(params: dict[str, Any], kernel) -> bool:
@@ -237,7 +318,11 @@ def _is_conv2d(params: dict[str, Any], kernel) -> bool:
     )
 
 
-def _max_pool(params: dict[str, Any], x):
+def _max_pool(equation, x):
+    return _window_max(equation.params, x)
+
+
+def _window_max(params: dict[str, Any], x):
     """``reduce_window_max`` with windows side by side as a reshape and a maximum, or None."""
     if not _side_by_side(params, x):
         return None
@@ -252,14 +337,15 @@ def _max_pool(params: dict[str, Any], x):
     return window_max(x.reshape(shape), tuple(axes))
 
 
-def _max_pool_gradient(params: dict[str, Any], gradient, x):
+def _max_pool_gradient(equation, gradient, x):
     """``select_and_scatter_add``, the gradient of such a max pool."""
+    params = equation.params
     window = {"window_dimensions": params["window_dimensions"], "window_strides": params["window_strides"]}
     ones = (1,) * x.ndim
     pool = {**window, "padding": params["padding"], "base_dilation": ones, "window_dilation": ones}
     if params["select_prim"].name != "ge" or not _side_by_side(pool, x):
         return None
-    return jax.vjp(lambda x: _max_pool(pool, x), x)[1](gradient)[0]
+    return jax.vjp(lambda x: _window_max(pool, x), x)[1](gradient)[0]
 
 
 def _side_by_side(params: dict[str, Any], x) -> bool:

@@ -19,7 +19,8 @@ PRECISIONS = {"default": None, "float32": "float32", "tf32": "tensorfloat32", "b
 def with_precision(alg: Algorithm, how: Precision) -> Algorithm:
     """``alg`` whose clients round the factors of their products as asked; sums and all else stay float32.
 
-    "default" is jax's own: TF32 on NVIDIA's GPUs, float32 on a CPU, where every choice is float32.
+    "default" is jax's own: TF32 on NVIDIA's GPUs, float32 on a CPU, where every choice is float32. With "bfloat16",
+    what one convolution hands to the next on a GPU is kept in it.
     """
     if how == "default":
         return alg
