@@ -6,11 +6,10 @@ import numpy as np
 
 from fedbraid.data.catalog import load
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
-from fedbraid.reproduce.localupdate._client_rates import FIXED, compare_fixed, draw, losses
+from fedbraid.reproduce.localupdate._client_rates import FIXED, GAMMAS, compare_fixed, draw, losses
 from fedbraid.reproduce.localupdate._training import MLP, PAPER, Task, run_grid
 
 ROUNDS, STEPS = 600, 10
-GAMMAS = (0.0, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 
 
 def full(job: Job) -> Evidence:

@@ -1,0 +1,50 @@
+"""Images and text small enough for the paper's networks to learn in seconds: what quick forms train on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from fedbraid.data.federated import FederatedData, Split
+from fedbraid.reproduce.localupdate._training import ALIKE, Task
+from fedbraid.reproduce.mime.table2_shakespeare import rhymes
+
+# every step on all of a client's images and without chance: a step is a gradient
+GRADIENTS = Task("bars", {"name": "emnist_cnn", "dropout": False}, {"batch_size": None, **ALIKE})
+SIDE = 6  # the least that two valid convolutions and a pool take
+CLASSES = 4
+
+
+def bars(*, clients: int = 8, size: int = 8, skew: float = 0.7, seed: int = 0) -> FederatedData:
+    """A bright row, column, falling or rising diagonal on noise; a client has one of the four more often, its own.
+
+    >>> data = bars(clients=4, size=8)
+    >>> data.train.arrays["x"].shape, data.train.sizes.tolist()
+    ((32, 6, 6), [8, 8, 8, 8])
+    """
+    rng = np.random.default_rng(seed)
+    row, column = np.indices((SIDE, SIDE))
+    off = np.stack([row, column, row - column, row + column])  # 0 on the bar through the corner, as an offset
+
+    def rows(favourite: int, n: int) -> dict[str, np.ndarray]:
+        y = np.where(rng.random(n) < skew, favourite, rng.integers(0, CLASSES, n)).astype(np.int32)
+        at = np.stack([*rng.integers(0, SIDE, (2, n)), np.zeros(n, int), np.full(n, SIDE - 1)], 1)
+        shape = off[y] == at[np.arange(n), y][:, None, None]
+        return {"x": (shape + 0.3 * rng.standard_normal(shape.shape)).astype(np.float32), "y": y}
+
+    favourites = [i % CLASSES for i in range(clients)]
+    train, test = [[rows(favourite, n) for favourite in favourites] for n in (size, 4)]
+    return FederatedData(Split.from_clients(train), Split.from_clients(test), "bars", {"classes": CLASSES})
+
+
+def verses() -> FederatedData:
+    """Eight lines a client, none padded, evaluated on the text that is trained on."""
+    data = rhymes(size=8)
+    return replace(data, test=data.train)
+
+
+def small_lstm(batch_size: int) -> Task:
+    """Two layers, as the paper's, for ``verses``."""
+    model = {"name": "char_lstm", "layers": 2, "hidden": 8, "embed": 4}
+    return Task("verses", model, {"batch_size": batch_size, **ALIKE})
