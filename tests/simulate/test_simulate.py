@@ -7,6 +7,8 @@ import pytest
 
 import fedbraid as fb
 from fedbraid.simulate import bernoulli, deadline, simulate
+from fedbraid.simulate import plan as plan_module
+from fedbraid.simulate.devices import client_mesh
 from fedbraid.simulate.plan import Plan, lay_out
 from zoo import ROWS, clients, counting, loss, start
 
@@ -114,6 +116,19 @@ def test_clients_that_take_as_many_steps_end_together(name):
     close(base.states, lanes.states)
     ragged = simulate(ROWS[name].make(batch_size=2), start(), clients(), rounds=1, devices=1, plan="lanes", chunk=3)
     assert ragged.info.plan.alike == 0, "clients of 1 to 9 examples do not take as many steps"
+
+
+@pytest.mark.parametrize(("fit", "lanes"), [(None, 100), (500, 100), (40, 34), (99, 50)])
+def test_clients_alike_take_as_many_lanes_as_fit_and_leave_none_idle_at_the_end(fit, lanes, monkeypatch):
+    monkeypatch.setattr(plan_module, "most_clients", lambda need, mesh: fit)
+    many = fb.Split({k: np.concatenate([v] * 40) for k, v in clients().arrays.items()}, np.arange(201))
+    for alg, wanted in ((fb.fedavg(loss, steps=2), lanes), (fb.fedavg(loss, batch_size=1, epochs=2), lanes)):
+        chosen = plan_module.choose_plan(alg, start(), many, client_mesh(1), "lanes", "auto", 100)
+        assert (chosen.chunk, chosen.alike) == (wanted, 1)
+    ragged = plan_module.choose_plan(
+        fb.fedavg(loss, batch_size=1), start(), clients(), client_mesh(1), "lanes", "auto", 5
+    )
+    assert (ragged.chunk, ragged.alike) == (5, 0)
 
 
 def test_endings_of_clients_alike_are_one_a_queue():

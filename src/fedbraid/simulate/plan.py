@@ -230,11 +230,14 @@ def choose_plan(
     if kind == "sequential":
         return Plan(kind, devices, cohort, 1)
     share = -(-cohort // devices)
+    alike = _alike(alg, split) if kind == "lanes" else 0
     if chunk == "auto":
-        chunk = most_clients(client_bytes(alg, params, split), mesh) or share
-        if kind == "lanes":
+        chunk = min(most_clients(client_bytes(alg, params, split), mesh) or share, share)
+        if alike:  # nothing is masked, however many; but the last ones in the queues should not be few
+            chunk = -(-share // -(-share // chunk))
+        elif kind == "lanes":
             chunk = min(chunk, max(LANES, share // 4))
-    return Plan(kind, devices, cohort, min(int(chunk), share), _alike(alg, split) if kind == "lanes" else 0)
+    return Plan(kind, devices, cohort, min(int(chunk), share), alike)
 
 
 def _alike(alg: Algorithm, split: Split) -> int:
