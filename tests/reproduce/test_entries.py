@@ -40,6 +40,46 @@ def test_a_miss_is_shown_as_one(tmp_path):
     assert "0 of 2" in write_index(tmp_path).read_text()
 
 
+def test_the_index_says_what_was_not_run(tmp_path):
+    run, left = "localupdate-fig12", "localupdate-fig12-cnn"
+    page = {
+        "name": run,
+        "title": entries()[run].title,
+        "size": "full",
+        "within": 4,
+        "of": 4,
+        "seconds": 1,
+        "machine": "",
+    }
+    (tmp_path / f"{run}.json").write_text(json.dumps(page))
+    before, after = write_index(tmp_path).read_text().split("\n## Not run yet\n")
+    assert f"[{run}]({run}.md)" in before
+    assert left not in before
+    assert f"| {run} |" not in after
+    assert f"| {left} | {entries()[left].title} | femnist |" in after
+    assert [name for name in entries() if name != run and f"| {name} |" not in after] == []
+    assert after.index("| localupdate-fig9 |") < after.index("| localupdate-fig10 |")
+
+
+def test_an_index_of_all_entries_has_nothing_to_add(tmp_path):
+    for name, entry in entries().items():
+        page = {"name": name, "title": entry.title, "size": "full", "within": 1, "of": 1, "seconds": 1, "machine": ""}
+        (tmp_path / f"{name}.json").write_text(json.dumps(page))
+    assert "Not run yet" not in write_index(tmp_path).read_text()
+
+
+def test_the_index_of_our_pages_names_every_entry():
+    """With its page or as not run; and where there is a page, ``--list`` does not go on saying otherwise."""
+    pages = Path(__file__).parents[2] / "docs" / "reproductions"
+    with_page, _, not_run = (pages / "README.md").read_text().partition("## Not run yet")
+    for name, entry in entries().items():
+        if (pages / f"{name}.json").exists():
+            assert f"[{name}]({name}.md)" in with_page
+            assert "not run yet" not in entry.duration
+        else:
+            assert f"| {name} |" in not_run
+
+
 def test_unknown_names_and_missing_data_are_refused_before_work(tmp_path):
     with pytest.raises(ConfigError, match="mime-table4"):
         reproduce("mime-table44", out=tmp_path)

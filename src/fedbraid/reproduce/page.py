@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from fedbraid import __version__
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Size
+from fedbraid.reproduce.registry import entries
 
 __all__ = ["write_index", "write_page"]
 
@@ -103,14 +104,17 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return lines + ["| " + " | ".join(str(cell).replace("|", r"\|") for cell in row) + " |" for row in rows]
 
 
-def _counted(path: Path) -> list[str]:
+def _counted(name: str) -> list[str]:
     """Sorts fig10 after fig9."""
-    return [f"{int(part):04}" if part.isdigit() else part for part in re.split(r"(\d+)", path.stem)]
+    return [f"{int(part):04}" if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def write_index(out: Path) -> Path:
-    """Write ``README.md`` of a folder from the results that lie in it."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(out.glob("*.json"), key=_counted)]
+    """Write ``README.md`` of a folder from the results that lie in it, and name the entries that have none."""
+    found = [
+        json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(out.glob("*.json"), key=lambda path: _counted(path.stem))
+    ]
     lines = [
         "# Reproductions",
         "",
@@ -124,6 +128,17 @@ def write_index(out: Path) -> Path:
         link, within = f"[{r['name']}]({r['name']}.md)", f"{r['within']} of {r['of']}"
         rows.append((link, r["title"], r["size"], within, f"{r['seconds']:.4g}", r["machine"]))
     lines += _table(("entry", "what", "size", "within", "seconds", "machine"), rows)
+    lines += _not_run({r["name"] for r in found})
     path = out / "README.md"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+def _not_run(found: Set[str]) -> list[str]:
+    """A section with the entries that have no page: what nobody has run must not pass for a result."""
+    missing = sorted(entries().keys() - found, key=_counted)
+    if not missing:
+        return []
+    rows = [(name, entries()[name].title, ", ".join(entries()[name].needs)) for name in missing]
+    about = "These entries are written, but no result lies here: nothing is known of how they come out."
+    return ["", "## Not run yet", "", about, "", *_table(("entry", "what", "data for --full"), rows)]

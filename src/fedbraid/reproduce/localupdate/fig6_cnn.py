@@ -55,9 +55,9 @@ ENTRY = Entry(
     title="Local update methods, Figures 6 and 11, with the paper's network: momentum and the proximal pull on FEMNIST",
     paper=f"{PAPER}, Figures 6 and 11",
     setting=f"{CNN.words}; "
-    f"Theta_{{1:{STEPS}}}, {ROUNDS} rounds. Left: no momentum, Nesterov and heavy ball with {BETA}. Right: alpha 0, 0.1 "
-    "and 1. Client and server rates 10^-0.5, 10^-1 and 10^-1.5; the pair with the best mean test accuracy over the last "
-    f"{LAST} rounds, evaluated every {EVERY}, is shown.",
+    f"Theta_{{1:{STEPS}}}, {ROUNDS} rounds. Left: no momentum, Nesterov and heavy ball with {BETA}. Right: alpha 0, "
+    "0.1 and 1. Client and server rates 10^-0.5, 10^-1 and 10^-1.5; the pair with the best mean test accuracy over the "
+    f"last {LAST} rounds, evaluated every {EVERY}, is shown.",
     quick="the first round of Nesterov is one of plain descent at 1.9 times the rate, and the pull does nothing at "
     "gamma = 0; the network on generated images of 6 x 6",
     run=run,
