@@ -105,12 +105,12 @@ def _language_model(vocab, layers, hidden, embed, projection, uncounted, compute
         return params if start == "keras" else _as_haiku(key, params)
 
     def apply(params, x, key):
-        x = jnp.take(params["embedding"], x.astype(jnp.int32), axis=0)
+        x = jnp.take(params["embedding"], x.T.astype(jnp.int32), axis=0)  # positions first, all the way
         for cell in params["lstm"]:
-            x = lstm(cell, x, compute)
+            x = _layer(cell, x, compute)
         if projection:
             x = dense(params["projection"], x)
-        return dense(params["dense"], x)
+        return dense(params["dense"], x).swapaxes(0, 1)
 
     return supervised(init, apply, partial(score_tokens, padding=PADDING, uncounted=uncounted))
 
@@ -146,9 +146,13 @@ def lstm_init(key: Array, d: int, hidden: int) -> dict[str, Array]:
 
 def lstm(params: dict[str, Array], x: Array, compute: Compute = "float32") -> Array:
     """All hidden states [B, T, hidden] over a sequence [B, T, d], from zero state; gates in the order i, f, g, o."""
+    return _layer(params, x.swapaxes(0, 1), compute).swapaxes(0, 1)
+
+
+def _layer(params: dict[str, Array], x: Array, compute: Compute) -> Array:
+    """The same with positions first: [T, B, d] to [T, B, hidden]."""
     # The inputs' share of the gates needs no recurrence: one product for all positions.
-    inputs = dense({"w": params["w"], "b": params["b"]}, x.swapaxes(0, 1))
-    return recurrence(inputs, params["u"], compute).swapaxes(0, 1)
+    return recurrence(dense({"w": params["w"], "b": params["b"]}, x), params["u"], compute)
 
 
 def _rounded(u: Array, compute: Compute) -> Array:
