@@ -40,9 +40,10 @@ def conv_init(key: Array, window: tuple[int, int], channels: int, out: int) -> D
 
 def dense(params: Dense, x: Array) -> Array:
     """``x @ w + b`` over the last axis."""
+    if x.ndim <= 2:
+        return x @ params["w"] + params["b"]
     # As one matrix: of more axes the gradient's product makes XLA transpose arrays on a CPU, which takes longer.
-    flat = x.reshape(-1, x.shape[-1]) @ params["w"]
-    return flat.reshape(*x.shape[:-1], -1) + params["b"]
+    return dense(params, x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 
 
 def image_shape(image: Sequence[int]) -> tuple[int, int, int]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
-from fedbraid.reproduce.localupdate._generated import bars
+from fedbraid.reproduce.localupdate._generated import GRADIENTS, bars
 from fedbraid.reproduce.localupdate._momentum import compare, draw
-from fedbraid.reproduce.localupdate._training import ALIKE, BETA, CNN, PAPER, Task, run_grid
+from fedbraid.reproduce.localupdate._training import BETA, CNN, PAPER, run_grid
 
 ROUNDS, STEPS, EVERY, LAST = 200, 50, 10, 100
 GAMMAS = RATES = tuple(10.0 ** (k / 2) for k in (-1, -2, -3))
@@ -22,11 +22,11 @@ def quick(job: Job) -> Evidence:
     """Nesterov's first step is g + beta g, plain descent at a rate 1 + beta times as large; later ones are not."""
     data, eta = bars(), 0.05
     grid = {
-        "task": Task("bars", {"name": "emnist_cnn"}, {"batch_size": 4, **ALIKE}),
+        "task": GRADIENTS,
         "gammas": (0.0, 0.1),
         "rates": (eta, (1 + BETA) * eta),
         "steps": 3,
-        "rounds": 8,
+        "rounds": 6,
         "every": 1,
         "cohort": "all",
     }
