@@ -163,8 +163,8 @@ def draw(rounds: list[int], curves: Mapping[float, np.ndarray]) -> Figure:
         dashes = ("-", "--", "-.", ":")[i % 4]
         axis.plot(rounds, curve, lw=1.8, label=f"gamma = {gamma:g}", color=COLOURS[i], ls=dashes)
     axis.set_yscale("log")
-    axis.yaxis.set_major_formatter("{x:.3g}")
-    axis.yaxis.set_minor_formatter("{x:.3g}")
+    axis.yaxis.set_major_formatter("{x:.4g}")
+    axis.yaxis.set_minor_formatter("{x:.4g}")
     axis.tick_params(axis="y", which="minor", labelsize=7)
     axis.set_xlabel("round")
     axis.set_ylabel("loss of the server's model on all training data")

@@ -20,13 +20,13 @@ def full(job: Job) -> Evidence:
 
 def quick(job: Job) -> Evidence:
     """Nesterov's first step is g + beta g, plain descent at a rate 1 + beta times as large; later ones are not."""
-    data, eta = bars(), 0.05
+    data, eta = bars(), 0.08
     grid = {
         "task": GRADIENTS,
         "gammas": (0.0, 0.1),
         "rates": (eta, (1 + BETA) * eta),
         "steps": 3,
-        "rounds": 6,
+        "rounds": 8,
         "every": 1,
         "cohort": "all",
     }

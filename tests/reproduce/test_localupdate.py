@@ -1,0 +1,108 @@
+"""The experiments with the paper's networks: what they ask for, and what they make of runs whose end is known."""
+
+import math
+
+import numpy as np
+import pytest
+
+from fedbraid.reproduce import entries
+from fedbraid.reproduce.entry import Job
+from fedbraid.reproduce.localupdate import _training
+from fedbraid.reproduce.localupdate._client_rates import learned, losses, tuned
+
+# name: (model, layers, batch, steps, rounds, client rates, server rates, evaluations in the last 100 rounds)
+HALF_DECADES = [10 ** (-3 + k / 2) for k in range(9)]
+PAPER = {
+    "fig6-cnn": ("emnist_cnn", None, 20, 50, 200, [10**-1.5, 0.1, 10**-0.5], [10**-1.5, 0.1, 10**-0.5], 10),
+    "fig12-cnn": ("emnist_cnn", None, 20, 10, 600, [0, 1e-3, 1e-2, 0.1, 1, 10], [0.01], 4),
+    "fig12-shakespeare": ("char_lstm", 2, 4, 10, 600, [0, 1e-3, 1e-2, 0.1, 1, 10], [0.01], 4),
+    "fig13-cnn": ("emnist_cnn", None, 20, 10, 300, [0, 1e-3, 1e-2, 0.1, 1], HALF_DECADES, 10),
+    "fig13-shakespeare": ("char_lstm", 2, 4, 10, 300, [0, 1e-3, 1e-2, 0.1, 1], HALF_DECADES, 10),
+}
+TARGETS = {0.0: 0.10, 1e-3: 0.12, 1e-2: 0.15, 0.1: 0.3, 1.0: 0.6}  # where a client rate ends: the larger the higher
+SPEEDS = {0.0: 0.01, 1e-3: 0.02, 1e-2: 0.05, 0.1: 0.2, 1.0: 0.3}  # and how fast: the larger the faster
+BEST = 10**-1.5  # of the server rates
+
+
+def scripted(asked, *, flat=False):
+    """In place of training: curves as the paper describes them, or (``flat``) the same one at all client rates."""
+
+    def train(name, config, data, points, *, marks=(), swap=None, **rest):
+        asked.append((name, config, points, data))
+        every, total = config.evaluation.every, config.rounds
+        rounds = np.array(sorted({*range(every, total, every), *marks, total}))
+        rows, scores, diverged = [], [], []
+        for point in points:
+            gamma, eta = point["algorithm.gamma"], point["algorithm.server_lr"]
+            diverged.append(gamma > 1 or eta > 5)
+            key = 0.1 if flat else min(TARGETS, key=lambda g, gamma=gamma: abs(g - gamma))
+            off = 0.1 * abs(math.log10(eta / BEST))
+            rows.append((TARGETS[key] + off + 4 * np.exp(-SPEEDS[key] * rounds)).tolist())
+            gain = 0.0 if swap is None or flat else 0.05
+            scores.append((0.8 - off + gain - 0.7 * np.exp(-(0.02 + gain) * rounds)).tolist())
+        return {"points": points, "rounds": rounds.tolist(), "diverged": diverged, "seconds": 1.0} | {
+            "test_loss": rows, "test_accuracy": scores,
+        }  # fmt: skip
+
+    return train
+
+
+def judged(name, monkeypatch, tmp_path, **script):
+    asked = []
+    monkeypatch.setattr(_training, "train", scripted(asked, **script))
+    monkeypatch.setattr(_training.Task, "load", lambda task, job, on_train=False: (task.data, on_train))
+    return asked, entries()[f"localupdate-{name}"].run(Job("full", tmp_path))
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_a_run_as_the_paper_describes_it_is_within_everywhere(name, monkeypatch, tmp_path):
+    asked, evidence = judged(name, monkeypatch, tmp_path)
+    assert [finding for finding in evidence.findings if not finding.within] == []
+    model, layers, batch, steps, rounds, gammas, rates, late = PAPER[name]
+    images = name.endswith("cnn")
+    for _, config, points, data in asked:
+        assert (config.model.name, config.model.options.get("layers")) == (model, layers)
+        assert (config.cohort, config.rounds) == (10, rounds)
+        options = config.algorithm.options
+        assert (options["batch_size"], options["steps"], options["weighting"]) == (batch, steps, "uniform")
+        found = sorted((p["algorithm.gamma"], p["algorithm.server_lr"]) for p in points)
+        assert found == [pytest.approx((g, e)) for g in sorted(gammas) for e in sorted(rates)]
+        assert data == ("femnist" if images else "shakespeare", not name.startswith("fig6"))  # evaluated on
+    line = evidence.figure.axes[0].lines[0]
+    assert np.sum(line.get_xdata() > rounds - 100) == late
+    if name == "fig6-cnn":
+        alphas = {n: config.algorithm.options["alpha"] for n, config, *_ in asked}
+        assert alphas == {"none": 0.0, "nesterov": 0.0, "heavy-ball": 0.0, "alpha-0.1": 0.1, "alpha-1": 1.0}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_a_run_in_which_nothing_depends_on_what_the_paper_says_is_not(name, monkeypatch, tmp_path):
+    _, evidence = judged(name, monkeypatch, tmp_path, flat=True)
+    missed = {finding.what.split(":")[0] for finding in evidence.findings if not finding.within}
+    if name == "fig6-cnn":
+        assert missed == {"Nesterov", "heavy ball"}
+    elif name.startswith("fig12"):
+        assert len(missed) == 3  # all but that the largest rate diverges
+    else:
+        assert missed >= {"client rate with the lowest loss after 20 rounds"}
+
+
+def test_what_the_figure_leaves_out():
+    result = {
+        "points": [{"algorithm.gamma": g} for g in (0.0, 0.1, 1.0, 10.0)],
+        "test_loss": [[2.0, 1.5], [1.8, 1.9], [3.0, 2.5], [1.0, None]],
+        "diverged": [False, False, False, True],
+    }
+    assert set(losses(result)) == {0.0, 0.1, 1.0}
+    assert set(learned(losses(result))) == {0.0, 0.1}  # 1.0 ends above where 0 began
+
+
+def test_the_rate_is_chosen_by_the_last_rounds_alone():
+    result = {
+        "points": [{"algorithm.gamma": 0.0, "algorithm.server_lr": eta} for eta in (0.1, 1.0, 10.0)],
+        "rounds": [50, 150, 200],
+        "test_loss": [[1.0, 1.0, 0.9], [9.0, 0.5, 0.6], [0.1, 0.1, 0.1]],
+        "diverged": [False, False, True],
+    }
+    assert tuned(result, 100)[0.0][0] == 1.0
+    assert tuned(result, 200)[0.0][0] == 0.1
