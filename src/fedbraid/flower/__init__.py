@@ -12,7 +12,9 @@ from fedbraid.flower.client import client_app
 from fedbraid.flower.identity import fingerprint, schema_of
 from fedbraid.flower.inprocess import InProcessGrid
 from fedbraid.flower.plan import Plan, load_plan, plan_server_app
-from fedbraid.flower.server import Policy, Round, Served, TooFewError, serve, server_app
+from fedbraid.flower.policy import Policy, TooFewError
+from fedbraid.flower.rounds import Round
+from fedbraid.flower.server import Served, serve, server_app
 
 __all__ = [
     "InProcessGrid",

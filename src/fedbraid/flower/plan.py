@@ -29,8 +29,9 @@ from fedbraid.data.preprocess import Pipeline, pipeline
 from fedbraid.experiment.build import Experiment, build_algorithm
 from fedbraid.experiment.config import Config, ConfigError, load_config
 from fedbraid.flower.identity import Schema, schema_of
+from fedbraid.flower.policy import Policy
 from fedbraid.flower.record import open_folder, write_run
-from fedbraid.flower.server import Policy, serve
+from fedbraid.flower.server import serve
 from fedbraid.models import Model
 from fedbraid.models import build as build_model
 from fedbraid.simulate.evaluate import client_values, evaluator, summarize

@@ -5,7 +5,7 @@ of all z_i. But a client cannot know whether its upload arrived in time. So it k
 what its newest work led to (*pending*), each under a tag, and the next order says from which tag to start: ``base``,
 that of the last upload which the server took in. What the server does not name is dropped, except ``durable``, the tag
 in the server's last checkpoint: a restarted server would start from there. A client that no longer has its base is
-helped between rounds (``recover`` in :mod:`fedbraid.flower.server`): it never starts from anything else.
+helped between rounds (``recover`` in :mod:`fedbraid.flower.rounds`): it never starts from anything else.
 
 The states live in a folder of the node where its config names one (``state-dir``): they then survive a restart of the
 node too. Else they live in the node's Flower context, which lives as long as the SuperNode's process.
