@@ -22,7 +22,7 @@ def full(job: Job) -> Evidence:
 def quick(job: Job) -> Evidence:
     """Where both rates are equal a round averages models: FedAvg with server rate 1 lies on the grid's diagonal."""
     data, task, gamma, rounds = verses(), small_lstm(4), 0.3, 20
-    rates = (0.01, gamma, 1.0)
+    rates = (0.01, 0.1, gamma, 1.0)
     small = {"gammas": (gamma,), "rates": rates, "steps": 2, "rounds": rounds, "every": 5, "cohort": "all"}
     result = run_grid("tuned", data, job, task=task, **small)
     averaging = {"name": "fedavg", "server_lr": 1.0, "steps": 2, **task.local}
@@ -35,7 +35,7 @@ def quick(job: Job) -> Evidence:
     }
     points = [{"algorithm.client_lr": gamma}]
     averaged = train("fedavg", parse(config), data, points, work=job.work, tell=job.tell)
-    slow, diagonal, fast = np.array(result["test_loss"])
+    slow, _, diagonal, fast = np.array(result["test_loss"])
     best = tuned(result, rounds)
     findings = (
         Finding("eta = gamma: losses apart from those of FedAvg with server rate 1", "0",
