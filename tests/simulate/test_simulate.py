@@ -8,7 +8,9 @@ import pytest
 import fedbraid as fb
 from fedbraid.simulate import bernoulli, deadline, simulate
 from fedbraid.simulate import plan as plan_module
+from fedbraid.simulate import run as run_module
 from fedbraid.simulate.devices import client_mesh
+from fedbraid.simulate.feed import Feed
 from fedbraid.simulate.plan import Plan, lay_out
 from zoo import ROWS, clients, counting, loss, start
 
@@ -163,6 +165,18 @@ def test_lanes_mask_little_where_a_wide_vmap_masks_most():
         assert (table.lane[table.slot == 100] == 25).all(), "what is nobody's is on no lane"
     # over rounds: a single one may be bound by a client longer than a lane's share
     assert sum(load.masked for load in loads) < 0.1 * sum(load.masked + load.steps for load in loads)
+
+
+@pytest.mark.parametrize(("seconds", "portions"), [(1e-9, [1] * 7), (1e9, [1, 1, 5])])
+def test_a_call_takes_as_many_rounds_as_its_seconds_allow(seconds, portions, monkeypatch):
+    """On several host devices memory grows within a call: a long run must be many of them."""
+    taken, made = [], Feed.portion
+    monkeypatch.setattr(run_module, "CALL", seconds)
+    monkeypatch.setattr(Feed, "portion", lambda feed, first, number: taken.append(number) or made(feed, first, number))
+    result = simulate(counting(), jnp.float64(2.0), clients(), devices=1, **OPTIONS | {"rounds": 7})
+    assert taken == portions
+    monkeypatch.undo()
+    close(result.params, simulate(counting(), jnp.float64(2.0), clients(), devices=1, **OPTIONS | {"rounds": 7}).params)
 
 
 def test_non_finite_uploads_are_dropped_counted_and_do_not_touch_state():

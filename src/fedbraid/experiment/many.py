@@ -36,7 +36,7 @@ from fedbraid.simulate.engine import make_engine
 from fedbraid.simulate.evaluate import client_values, in_batches, score, summarize
 from fedbraid.simulate.feed import Feed, Portion
 from fedbraid.simulate.plan import Plan, steps_of
-from fedbraid.simulate.run import WINDOW, choose_plan, streams
+from fedbraid.simulate.run import CALL, WINDOW, choose_plan, streams
 
 __all__ = ["Outcome", "Point", "Together", "measured", "traceable", "with_values"]
 
@@ -388,6 +388,8 @@ class Together:
             carry, log = self.rounds(values, carry, portion.arrays, portion.slots, first, number, key)
             logs.append({name: column[:, : portion.number] for name, column in log.items()})
             done += portion.number
+            if self.mesh.devices.flat[0].platform == "cpu":  # else calls queue up, which is fine
+                jax.block_until_ready(carry)
             if done in looked_at:
                 seen = jax.block_until_ready(self.look(values, carry, self.test))
                 looks.append(_Look(done, time.perf_counter() - began, *seen))
@@ -401,10 +403,13 @@ class Together:
         if self.feed.stream:
             yield from self.feed.portions(done, rounds)
             return
+        number = 1
         while done < rounds:
-            number = min(self.feed.window, next(stop for stop in stops if stop > done) - done)
+            number = min(number, self.feed.window, next(stop for stop in stops if stop > done) - done)
+            began = time.perf_counter()
             yield self.feed.portion(done, number)
             done += number
+            number = max(1, int(CALL * number / (time.perf_counter() - began)))
 
     def _outcome(self, logs: list[dict[str, Any]], looks: list[_Look]) -> Outcome:
         history = {name: np.concatenate([np.asarray(log[name]) for log in logs], 1) for name in logs[0]}

@@ -37,6 +37,9 @@ __all__ = ["Checkpoints", "Progress", "Result", "simulate"]
 PyTree = Any
 WINDOW = 64  # rounds in one compiled call at most
 LOOK = 0.25  # seconds between two looks at a run that shows its progress
+# Seconds in one compiled call, about: on several host devices XLA keeps some 200 bytes for every operation that was
+# executed until the call returns, which are tens of megabytes a second.
+CALL = 2.0
 
 
 class Checkpoints(NamedTuple):
@@ -398,19 +401,17 @@ class _Run:
             self.feed.reserve(range(self.done, self.rounds))
             yield from self.feed.portions(self.done, self.rounds)
             return
-        pace, number = 0.0, 1 if self.on_progress else self.feed.window
+        pace, number = 0.0, 1
         while self.done < self.rounds:
             # by the first host's clock, or the hosts would run different numbers of rounds
-            number = int(hosts.agreed(np.int32(number))) if self.on_progress else number
-            number = min(number, self.feed.window, self._until(self.done) - self.done)
+            number = int(hosts.agreed(np.int32(min(number, self.feed.window))))
+            number = min(number, self._until(self.done) - self.done)
             began, before = time.perf_counter(), self.done
             yield self.feed.portion(self.done, number)
-            if self.on_progress:  # the first portion compiles, so its pace says nothing
-                taken = (time.perf_counter() - began) / (self.done - before)
-                number = max(1, int(LOOK / taken)) if pace else 1
-                pace = taken
-            else:
-                number = self.feed.window
+            taken = (time.perf_counter() - began) / (self.done - before)
+            # the first portion compiles, so its pace says nothing
+            number = max(1, int((LOOK if self.on_progress else CALL) / taken)) if pace else 1
+            pace = taken
 
     def _advance(self, portion: Portion) -> None:
         """Run a portion. What fails leaves the run as it was after the last round recorded."""
