@@ -104,7 +104,7 @@ def _layers(geometry, pads):
 
 
 @given(st.data())
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 def test_a_convolution_with_what_follows_it_is_xlas(data):
     draw = data.draw
     channels, out = draw(st.sampled_from([16, 20, 40])), draw(st.sampled_from([1, 8, 33, 70]))
