@@ -76,6 +76,16 @@ def test_mean_of_nothing_is_zero_not_nan():
     assert (float(weight), int(count)) == (0.0, 0)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
+@pytest.mark.parametrize("shape", [(), (3,), (3, 4), (2, 3, 4)])
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+def test_finite_sees_one_bad_number_anywhere(dtype, shape, bad):
+    good = jnp.full(shape, 3e38 if dtype == jnp.float32 else 2.0, dtype)
+    assert finite({"a": good, "none": jnp.zeros((*shape, 0), dtype), "whole": jnp.arange(3)})
+    for place in np.ndindex(shape):
+        assert not finite({"a": good.at[place].set(bad)})
+
+
 def test_finite_sees_every_leaf():
     tree = {"a": jnp.zeros(3), "n": jnp.arange(2)}
     assert finite(tree)

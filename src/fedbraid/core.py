@@ -123,9 +123,10 @@ def keep(state: PyTree, meant: PyTree, decoded: PyTree) -> PyTree:
 def finite(up: PyTree) -> Scalar:
     """Whether every number of an upload is finite: the default admission to the reduction."""
     floats = [leaf for leaf in jax.tree.leaves(up) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    # Counted along the last axis first: a GPU gives what is left of a client to one block, slow for a large upload.
-    faults = [jnp.sum(~jnp.isfinite(leaf), axis=-1 if leaf.ndim else None) for leaf in floats]
-    return jnp.all(jnp.stack([jnp.all(count == 0) for count in faults])) if floats else jnp.array(True)
+    # By the largest along the last axis first: a GPU gives what is left of a client to one block, slow for a large
+    # upload; and on a CPU a maximum, which sees what is not a number, is twice as fast as asking each of them.
+    largest = [jnp.max(jnp.abs(leaf), axis=-1 if leaf.ndim else None, initial=0) for leaf in floats]
+    return jnp.all(jnp.stack([jnp.all(rows < jnp.inf) for rows in largest])) if floats else jnp.array(True)
 
 
 class Exchange(NamedTuple):
