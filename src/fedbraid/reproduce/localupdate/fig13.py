@@ -49,6 +49,7 @@ ENTRY = Entry(
     deviations=(
         "FEMNIST alone, and an MLP on 300 writers instead of a convolutional network on 3,400.",
         f"{ROUNDS} rounds, gamma 0, 0.01, 0.1 and 1, and five server rates instead of nine.",
+        "Clients count by their examples; in the paper they count alike.",
     ),
     remarks=(
         "With a tuned server rate gamma = 1 leads from the first look to the last: the start, in which larger client "
