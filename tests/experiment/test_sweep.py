@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 from fedbraid import simulate
 from fedbraid.cli.main import make_app
 from fedbraid.data.federated import FederatedData, Split
-from fedbraid.experiment import ConfigError, build, load_config, search, sweep
+from fedbraid.experiment import ConfigError, build, load_config, many, search, sweep
 from fedbraid.experiment.many import Together, traceable, with_values
 from fedbraid.experiment.sweep import Lab, Tuning, hold_out_validation, run_sweep, tune
 from fedbraid.experiment.trials import Criterion, Trials, best_point, read_trials
+from fedbraid.simulate.feed import Feed
 
 RATE = "algorithm.client_lr"
 SMALL = ("rounds=6", "cohort=4", "model.name=softmax_regression", "data.clients=8", "evaluation.every=2")
@@ -202,6 +203,19 @@ def test_one_program_is_as_many_runs(several):
             if name != "round":
                 np.testing.assert_allclose(outcome.evaluations[name][j], column, rtol=1e-4, atol=1e-5, err_msg=name)
     assert outcome.evaluations["round"].tolist() == [2, 4, 6]
+
+
+@pytest.mark.parametrize(("seconds", "portions"), [(1e-9, [1] * 6), (1e9, [1, 1, 2, 2])])
+def test_a_call_of_several_points_takes_no_longer_than_it_may(several, seconds, portions, monkeypatch):
+    """Evaluated every second round; how rounds are cut into calls changes nothing."""
+    _, _, points, program, outcome = several
+    taken, made = [], Feed.portion
+    monkeypatch.setattr(many, "CALL", seconds)
+    monkeypatch.setattr(Feed, "portion", lambda feed, first, number: taken.append(number) or made(feed, first, number))
+    again = program.run(points, seed=3, rounds=6)
+    assert taken == portions
+    for name, column in again.history.items():
+        np.testing.assert_array_equal(column, outcome.history[name], err_msg=name)
 
 
 def test_a_diverged_point_is_told_and_harms_no_other(several):

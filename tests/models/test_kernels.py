@@ -294,6 +294,12 @@ def test_layers_of_anyones_network_hand_over_what_they_computed(as_if_on_a_gpu):
     assert 0 < float(jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact)) < 0.02
 
 
+def test_images_of_other_channels_are_refused_before_a_kernel_reads_them(as_if_on_a_gpu):
+    layer = {"w": jnp.ones((3, 3, 16, 8)), "b": jnp.zeros(8)}
+    with pytest.raises(ValueError, match=r"images \[B, H, W, 16\].*got \(1, 8, 8, 3\)"):
+        layers.conv_relu(layer, jnp.ones((1, 8, 8, 3)))
+
+
 def test_explain_says_so(as_if_on_a_gpu):
     def run(x, w):
         return lax.conv(x, w, (1, 1), "SAME")

@@ -10,6 +10,7 @@ from fedbraid.simulate import bernoulli, deadline, simulate
 from fedbraid.simulate import plan as plan_module
 from fedbraid.simulate import run as run_module
 from fedbraid.simulate.devices import client_mesh
+from fedbraid.simulate.engine import _total
 from fedbraid.simulate.feed import Feed
 from fedbraid.simulate.plan import Plan, lay_out
 from zoo import ROWS, clients, counting, loss, start
@@ -131,6 +132,17 @@ def test_clients_alike_take_as_many_lanes_as_fit_and_leave_none_idle_at_the_end(
         fb.fedavg(loss, batch_size=1), start(), clients(), client_mesh(1), "lanes", "auto", 5
     )
     assert (ragged.chunk, ragged.alike) == (5, 0)
+
+
+@pytest.mark.parametrize("many", [1, 31, 32, 47, 100, 300])
+def test_sums_over_many_clients_leave_none_out(many):
+    """They are made in groups where there are many: the expected ones are those of whole numbers, which are exact."""
+    rows = np.arange(many * 6).reshape(many, 2, 3) ** 2 % 101
+    for dtype in (jnp.float64, jnp.int32):
+        total = _total({"a": jnp.asarray(rows, dtype), "b": jnp.ones(many, dtype)})
+        assert {leaf.dtype for leaf in total.values()} == {jnp.dtype(dtype)}
+        np.testing.assert_array_equal(total["a"], rows.sum(0))
+        assert int(total["b"]) == many
 
 
 def test_endings_of_clients_alike_are_one_a_queue():

@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
 
-from fedbraid.models import kernels
-from fedbraid.models.layers import max_pool
+from fedbraid.models.layers import Pads, conv2d, conv_relu, max_pool, window_counts
 
-__all__ = ["Deferred", "follow", "is_relu"]
+__all__ = ["COLUMNS", "IMAGES", "OUT", "ROWS", "Deferred", "follow"]
 
 Array = jax.Array
 IMAGES, ROWS, COLUMNS, OUT = range(4)  # axes of a value as it is computed
@@ -33,17 +32,22 @@ class Deferred:
 
     x: Array
     kernel: Array
-    geometry: Any
+    strides: tuple[int, int]
+    pads: Pads
     axes: tuple[int | None, ...]
-    conv: Callable[[], Array]
     note: Callable[[str], None]
     bias: Array | None = None
     relu: bool = False
     pool: bool = False
 
     @property
+    def window(self) -> tuple[int, int]:
+        return self.kernel.shape[0], self.kernel.shape[1]
+
+    @property
     def sizes(self) -> tuple[int, int, int, int]:
-        rows, columns = (n // 2 if self.pool else n for n in self.geometry.out)
+        counts = window_counts(self.x, self.window, self.strides, self.pads)
+        rows, columns = (n // 2 if self.pool else n for n in counts)
         return self.x.shape[0], rows, columns, self.kernel.shape[-1]
 
     @property
@@ -57,22 +61,19 @@ class Deferred:
 
     def computed(self) -> Array:
         """[images, rows, columns, out], in the type in which kernels keep it."""
-        from fedbraid.models.kernels import activated
+        from fedbraid.models.kernels.activated import pools
 
-        out = self.kernel.shape[-1]
-        bias = jnp.zeros(out, self.kernel.dtype) if self.bias is None else self.bias
-        pools = activated.pools(self.kernel.shape[2], self.geometry.window) and self.geometry.stride == (1, 1)
-        if self.relu and (pools or not self.pool):
-            weights = jnp.concatenate([self.kernel.reshape(-1, out), bias[None]])
+        where: Any = {"stride": self.strides, "padding": self.pads}
+        if self.relu and (not self.pool or pools(self.kernel.shape[2], self.window, self.strides)):
             self.note("one kernel, with its bias and ReLU" + (" and pool" if self.pool else ""))
-            if self.pool:
-                return activated.convolve_relu_pool(self.x, weights, self.geometry)
-            return activated.convolve_relu(self.x, weights, self.geometry, kernels.stored())
-        self.note("one kernel, which gathers its patches itself")
-        y = self.conv()
+        else:
+            self.note("one kernel, which gathers its patches itself")
+        if self.relu:
+            bias = jnp.zeros(self.kernel.shape[-1], self.kernel.dtype) if self.bias is None else self.bias
+            return conv_relu({"w": self.kernel, "b": bias}, self.x, pool=self.pool, **where)
+        y = conv2d(self.x.astype(self.kernel.dtype), self.kernel, **where)
         y = max_pool(y) if self.pool else y
-        y = y if self.bias is None else y + self.bias
-        return jax.nn.relu(y) if self.relu else y
+        return y if self.bias is None else y + self.bias
 
 
 def follow(equation: Any, inputs: list[Any]) -> Deferred | None:
@@ -88,18 +89,11 @@ def _transposed(params: dict[str, Any], inputs: list[Any]) -> Deferred | None:
 def _reshaped(params: dict[str, Any], inputs: list[Any]) -> Deferred | None:
     """Axes of one that come or go."""
     value, sizes = inputs[0], params["new_sizes"]
-    if params["dimensions"] is not None:
+    own = [axis for axis in value.axes if axis is not None]
+    # where an axis of the value's own is one, nobody knows which of those it becomes
+    if params["dimensions"] is not None or [size for size in sizes if size != 1] != [value.sizes[axis] for axis in own]:
         return None
-    return _with_shape(value, sizes)
-
-
-def _with_shape(value: Deferred, sizes: tuple[int, ...]) -> Deferred | None:
-    real = [axis for axis in value.axes if axis is not None and value.sizes[axis] != 1]
-    if [size for size in sizes if size != 1] != [value.sizes[axis] for axis in real]:
-        return None
-    if any(value.sizes[axis] == 1 for axis in value.axes if axis is not None):
-        return None  # an axis of one that is the value's own: nobody knows which of them it becomes
-    left = iter(real)
+    left = iter(own)
     return replace(value, axes=tuple(None if size == 1 else next(left) for size in sizes))
 
 
@@ -138,7 +132,7 @@ def _added(params: dict[str, Any], inputs: list[Any]) -> Deferred | None:
 
 
 def _activated(params: dict[str, Any], inputs: list[Any]) -> Deferred | None:
-    return replace(inputs[0], relu=True) if len(inputs) == 1 and is_relu(params["call_jaxpr"].jaxpr) else None
+    return replace(inputs[0], relu=True) if len(inputs) == 1 and _is_relu(params["call_jaxpr"].jaxpr) else None
 
 
 def _max_pooled(params: dict[str, Any], inputs: list[Any]) -> Deferred | None:
@@ -152,13 +146,13 @@ def _max_pooled(params: dict[str, Any], inputs: list[Any]) -> Deferred | None:
     return replace(value, pool=True) if same and plain and both and not value.pool else None
 
 
-def is_relu(jaxpr: Jaxpr) -> bool:
+def _is_relu(jaxpr: Jaxpr) -> bool:
     """Whether a program is max(x, 0) and nothing else, possibly wrapped."""
     if len(jaxpr.eqns) != 1 or len(jaxpr.invars) != 1 or jaxpr.outvars != jaxpr.eqns[0].outvars:
         return False
     (equation,) = jaxpr.eqns
     if equation.primitive.name in ("jit", "pjit"):
-        return equation.invars == jaxpr.invars and is_relu(equation.params["jaxpr"].jaxpr)
+        return equation.invars == jaxpr.invars and _is_relu(equation.params["jaxpr"].jaxpr)
     if equation.primitive.name != "max" or equation.invars[0] is not jaxpr.invars[0]:
         return False
     other = equation.invars[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +70,7 @@ def as_floats(x: Array, shape: Sequence[int]) -> Array:
 
 
 Padding = str | int | Sequence[tuple[int, int]]
+Pads = tuple[tuple[int, int], tuple[int, int]]
 
 
 def conv2d(
@@ -94,16 +96,14 @@ def conv2d(
            [9., 9.]], dtype=float32)
     """
     kh, kw, c, out = kernel.shape
-    if x.ndim != 4 or x.shape[-1] != c:
-        raise ValueError(f"conv2d takes images [B, H, W, {c}] for a kernel of shape {kernel.shape}, got {x.shape}")
+    _check_images(x, kernel)
     strides = (stride, stride) if isinstance(stride, int) else (stride[0], stride[1])
     pads = paddings(x.shape[1:3], (kh, kw), strides, padding)
-    b, (h, w) = x.shape[0], _window_counts(x, (kh, kw), strides, pads)
+    b, (h, w) = x.shape[0], window_counts(x, (kh, kw), strides, pads)
     if has_kernel(x, kernel, precision):
-        from fedbraid.models.kernels.convolution import Geometry, convolve
+        from fedbraid.models.kernels.convolution import convolve
 
-        (top, _), (left, _) = pads
-        return convolve(x, kernel, Geometry((kh, kw), strides, low=(top, left), out=(h, w)))
+        return convolve(x, kernel, _geometry(x, kernel, strides, pads))
     x = jnp.pad(x, ((0, 0), *pads, (0, 0))) if any(map(any, pads)) else x
     if strides == (1, 1) and (kh, kw) == (3, 3) and winograd_pays(b, h, w, c, x.dtype):
         return from_blocks(conv_blocks(to_blocks(x), kernel), h, w)
@@ -111,11 +111,13 @@ def conv2d(
     return jnp.matmul(columns, kernel.reshape(kh * kw * c, out), precision=precision).reshape(b, h, w, out)
 
 
-def conv_relu(params: Dense, x: Array, *, pool: bool = False) -> Array:
-    """ReLU(convolution + bias), without padding; with ``pool``, of the largest of each 2 x 2 cell of the convolution.
+def conv_relu(
+    params: Dense, x: Array, *, stride: int | tuple[int, int] = 1, padding: Padding = "VALID", pool: bool = False
+) -> Array:
+    """ReLU(convolution + bias); with ``pool``, of the largest of each 2 x 2 cell of the convolution.
 
     On NVIDIA's GPUs this is one kernel, forwards as well as for each gradient. There, where products are asked to take
-    bfloat16, what leaves a layer without a pool is kept as such: the next one would round it anyway.
+    bfloat16, what leaves a layer is kept as such: the next one would round it anyway.
 
     >>> import jax.numpy as jnp
     >>> layer = {"w": jnp.ones((3, 3, 1, 1)), "b": jnp.array([-8.5])}
@@ -125,19 +127,37 @@ def conv_relu(params: Dense, x: Array, *, pool: bool = False) -> Array:
     [[0.5]]
     """
     kernel, bias = params["w"], params["b"]
-    *window, channels, out = kernel.shape
+    _check_images(x, kernel)
+    strides = (stride, stride) if isinstance(stride, int) else (stride[0], stride[1])
     if has_kernel(x, kernel):
         from fedbraid.models.kernels import activated
 
-        geometry = activated.Geometry((window[0], window[1]), out=_window_counts(x, (window[0], window[1]), (1, 1)))
-        weights = jnp.concatenate([kernel.reshape(-1, out), bias[None]])
+        pads = paddings(x.shape[1:3], (kernel.shape[0], kernel.shape[1]), strides, padding)
+        geometry = _geometry(x, kernel, strides, pads)
+        weights = jnp.concatenate([kernel.reshape(-1, kernel.shape[-1]), bias[None]])
         if not pool:
             return activated.convolve_relu(x, weights, geometry, kernels.stored())
-        if activated.pools(channels, geometry.window):
+        if activated.pools(kernel.shape[2], geometry.window, strides):
             return activated.convolve_relu_pool(x, weights, geometry)
-    x = conv2d(x.astype(kernel.dtype), kernel)
+    x = conv2d(x.astype(kernel.dtype), kernel, stride=strides, padding=padding)
     # Bias and ReLU commute with the maximum: after it, they touch a quarter of the values.
     return jax.nn.relu((max_pool(x) if pool else x) + bias)
+
+
+def _check_images(x: Array, kernel: Array) -> None:
+    c = kernel.shape[2]
+    if x.ndim != 4 or x.shape[-1] != c:
+        raise ValueError(
+            f"a convolution takes images [B, H, W, {c}] for a kernel of shape {kernel.shape}, got {x.shape}"
+        )
+
+
+def _geometry(x: Array, kernel: Array, strides: tuple[int, int], pads: Pads) -> Any:
+    """What a convolution does to the axes of images, as kernels take it."""
+    from fedbraid.models.kernels.convolution import Geometry
+
+    window, ((top, _), (left, _)) = (kernel.shape[0], kernel.shape[1]), pads
+    return Geometry(window, strides, low=(top, left), out=window_counts(x, window, strides, pads))
 
 
 def has_kernel(x: Array | jax.ShapeDtypeStruct, kernel: Array | jax.ShapeDtypeStruct, precision=None) -> bool:
@@ -164,7 +184,7 @@ def winograd_pays(b: int, h: int, w: int, channels: int, dtype) -> bool:
 
 def patches(x: Array, window: tuple[int, int], strides: tuple[int, int] = (1, 1)) -> Array:
     """im2col: the windows of [B, H, W, C] as [B, h, w, kh * kw * C], in the order of a kernel's first three axes."""
-    h, w = _window_counts(x, window, strides)
+    h, w = window_counts(x, window, strides)
     (down, across), (kh, kw) = strides, window
     taps = [
         x[:, i : i + (h - 1) * down + 1 : down, j : j + (w - 1) * across + 1 : across]
@@ -174,10 +194,8 @@ def patches(x: Array, window: tuple[int, int], strides: tuple[int, int] = (1, 1)
     return taps[0] if len(taps) == 1 else jnp.concatenate(taps, axis=-1)
 
 
-Pads = tuple[tuple[int, int], tuple[int, int]]
-
-
-def _window_counts(x: Array, window: tuple[int, int], strides: tuple[int, int], pads: Pads = ((0, 0), (0, 0))) -> tuple:
+def window_counts(x: Array, window: tuple[int, int], strides: tuple[int, int], pads: Pads = ((0, 0), (0, 0))) -> tuple:
+    """How many windows fit images [B, H, W, C], down and across."""
     sizes = [x.shape[1 + axis] + sum(pads[axis]) for axis in (0, 1)]
     h, w = ((sizes[axis] - window[axis]) // strides[axis] + 1 for axis in (0, 1))
     if min(h, w) < 1:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -268,14 +268,11 @@ def _convolution(equation, x, kernel):
     for axis, place in enumerate((out_n, *outs, out_c)):
         order[place] = axis
     if _is_conv2d(params, kernel):
-
-        def alone():
-            options: dict[str, Any] = {"stride": (strides[0], strides[1]), "padding": padding, "precision": precision}
-            return conv2d(x.astype(kernel.dtype), kernel, **options)
-
+        strides = strides[0], strides[1]
         if has_kernel(x, kernel, precision):
-            return _deferred(equation, x, kernel, tuple(order), alone)
-        return alone().transpose(order)
+            pads = paddings(x.shape[1:3], (kernel.shape[0], kernel.shape[1]), strides, padding)
+            return Deferred(x, kernel, strides, pads, tuple(order), partial(_note, equation))
+        return conv2d(x, kernel, stride=strides, padding=padding, precision=precision).transpose(order)
     return convolve(
         x,
         kernel,
@@ -287,16 +284,6 @@ def _convolution(equation, x, kernel):
         batch_groups=params["batch_group_count"],
         precision=precision,
     ).transpose(order)
-
-
-def _deferred(equation, x, kernel, axes: tuple[int, ...], alone: Callable) -> Deferred:
-    from fedbraid.models.kernels.convolution import Geometry
-
-    strides, window = tuple(equation.params["window_strides"]), kernel.shape[:2]
-    (top, bottom), (left, right) = paddings(x.shape[1:3], window, strides, equation.params["padding"])
-    rows, columns = outputs([x.shape[1] + top + bottom, x.shape[2] + left + right], window, strides, (1, 1))
-    geometry = Geometry(window, strides, low=(top, left), out=(rows, columns))
-    return Deferred(x, kernel, geometry, axes, alone, lambda how: _note(equation, how))
 
 
 @cache

@@ -59,9 +59,9 @@ TILES = {
 }
 
 
-def pools(channels: int, window: Pair) -> bool:
-    """Whether a convolution with a pool is for these kernels: enough channels for a product, few enough sums."""
-    return channels >= LEAST_CHANNELS and math.prod(window) <= MOST_PLACES
+def pools(channels: int, window: Pair, stride: Pair) -> bool:
+    """Whether a convolution with a pool is for these kernels: no strides, channels for a product, few enough sums."""
+    return stride == (1, 1) and channels >= LEAST_CHANNELS and math.prod(window) <= MOST_PLACES
 
 
 def _as_matrix(weights: Array, geometry: Geometry, channels: int) -> Array:
