@@ -62,6 +62,12 @@ def test_simulate_checks_structure_before_anything_compiles():
         fb.simulate(broken(send=lambda server: server.params), start(), clients(), rounds=1)
 
 
+def test_a_module_that_holds_functions_is_sent_to_its_adapter():
+    params = {**start(), "activation": jax.nn.relu}
+    with pytest.raises(StructureError, match=r"\['activation'\].*must be arrays.*from_equinox"):
+        fb.simulate(fb.fedavg(loss), params, clients(), rounds=1)
+
+
 def test_mean_is_weighted_and_renormalises():
     rng = np.random.default_rng(0)
     ups, weights = rng.normal(size=(6, 4)), np.array([1.0, 3.0, 0.0, 2.0, 0.0, 5.0])

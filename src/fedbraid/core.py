@@ -241,6 +241,15 @@ def _must_match(where: str, expected: PyTree, got: PyTree) -> None:
             raise StructureError(f"{where}: leaf {leaf} should be {_describe(a)}, got {_describe(b)}")
 
 
+def _check_arrays(params: PyTree) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not (hasattr(leaf, "shape") or isinstance(leaf, int | float | complex)):
+            raise StructureError(
+                f"params{jax.tree_util.keystr(path)} is {leaf!r}, a {type(leaf).__name__}: parameters must be arrays. "
+                "For a module that holds more than arrays take fedbraid.models.from_equinox(module), its init and loss"
+            )
+
+
 def _shapes(where: str, function: Callable, *args: Any) -> Any:
     try:
         return jax.eval_shape(function, *args)
@@ -263,6 +272,7 @@ def message_shapes(alg: Algorithm, params: PyTree, data: PyTree) -> tuple[Messag
 
     ``data`` is a client's data as a client function is given it: a ``ClientData`` of arrays or of shapes.
     """
+    _check_arrays(params)
     key = jax.eval_shape(lambda: jax.random.key(0))
     server = _shapes("init", alg.init, params)
     state = _shapes("init_client", alg.init_client, params)
