@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from scipy.signal import correlate
 
-from fedbraid.models.layers import conv2d, dropout, glorot_uniform, max_pool, winograd_pays
+from fedbraid.models.layers import FEW_ROWS, conv2d, dropout, glorot_uniform, max_pool, product, winograd_pays
 from fedbraid.models.winograd import POINTS, blocks_for, cook_toom, from_blocks, to_blocks
 
 
@@ -163,3 +163,43 @@ def test_glorot_uniform_bounds_a_kernel_by_both_fans():
     limit = np.sqrt(6 / (9 * 32 + 9 * 64))
     assert np.abs(kernel).max() <= limit
     np.testing.assert_allclose(np.asarray(kernel).std(), limit / np.sqrt(3), rtol=0.02)
+
+
+def derivatives(multiply, x, w, along):
+    """The value of a function of x @ w, its gradient and slope, and the Hessian along a direction in two modes."""
+
+    def f(x, w):
+        return jnp.sum(jnp.tanh(multiply(x, w)) ** 2)
+
+    gradient = jax.grad(f, (0, 1))
+    forward_over_reverse = jax.jvp(gradient, (x, w), along)[1]
+    reverse_over_reverse = jax.grad(
+        lambda x, w: sum(jnp.vdot(g, a) for g, a in zip(gradient(x, w), along, strict=True)), 1
+    )
+    return f(x, w), gradient(x, w), jax.jvp(f, (x, w), along)[1], forward_over_reverse, reverse_over_reverse(x, w)
+
+
+@pytest.mark.parametrize("rows", [1, 3, FEW_ROWS, FEW_ROWS + 1])
+def test_products_and_their_derivatives_are_those_of_numpy_s_operator(rows):
+    keys = jax.random.split(jax.random.key(rows), 4)
+    shapes = [(rows, 7), (7, 5)] * 2
+    x, w, *along = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    with jax.enable_x64(True):
+        exact = [jnp.asarray(np.asarray(a), jnp.float64) for a in (x, w, *along)]
+        want = derivatives(jnp.matmul, exact[0], exact[1], tuple(exact[2:]))
+    got = derivatives(product, x, w, tuple(along))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5), got, want)
+
+
+def test_products_with_weights_for_each_client():
+    x, w = jax.random.normal(jax.random.key(0), (3, 4, 7)), jax.random.normal(jax.random.key(1), (3, 7, 5))
+    got, want = (jax.vmap(jax.grad(lambda w, x, f=f: jnp.sum(f(x, w) ** 3)))(w, x) for f in (product, jnp.matmul))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "turned"), [(FEW_ROWS, True), (FEW_ROWS + 1, False)])
+def test_few_rows_are_transposed_in_memory_for_the_weights_gradient(rows, turned):
+    def loss(w):
+        return product(jnp.ones((rows, 3)), w).sum()
+
+    assert ("optimization_barrier" in jax.jit(jax.grad(loss)).lower(jnp.ones((3, 2))).as_text()) == turned

@@ -10,13 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from fedbraid.models import kernels
 from fedbraid.models.model import check_sizes
+from fedbraid.models.transposable import linear
 from fedbraid.models.winograd import TILE, conv_blocks, from_blocks, to_blocks
 
 Array = jax.Array
 Dense = dict[str, Array]
+FEW_ROWS = 16  # of a batch whose transpose costs less than it saves
 
 
 def glorot_uniform(key: Array, shape: Sequence[int], dtype=jnp.float32) -> Array:
@@ -39,10 +43,33 @@ def conv_init(key: Array, window: tuple[int, int], channels: int, out: int) -> D
     return {"w": glorot_uniform(key, (*window, channels, out)), "b": jnp.zeros(out)}
 
 
+def product(x: Array, w: Array) -> Array:
+    """``x @ w``, with a gradient of w that is faster on a CPU where a batch has few examples."""
+    if x.ndim == w.ndim == 2 and x.shape[0] <= FEW_ROWS and kernels.platform() == "cpu":
+        return _product(x, w)
+    return x @ w
+
+
+@jax.custom_jvp
+def _product(x: Array, w: Array) -> Array:
+    return x @ w
+
+
+@partial(_product.defjvp, symbolic_zeros=True)
+def _product_jvp(primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    # XLA's fast products on a CPU take the left matrix with its sum along rows: x is transposed for them.
+    terms = [] if isinstance(dx, SymbolicZero) else [dx @ w]
+    if not isinstance(dw, SymbolicZero):
+        terms.append(linear(lambda x, dw: x @ dw, lambda x, dy: lax.optimization_barrier(x.T) @ dy, x, dw))
+    y = x @ w
+    return y, sum(terms[1:], terms[0]) if terms else jnp.zeros_like(y)
+
+
 def dense(params: Dense, x: Array) -> Array:
     """``x @ w + b`` over the last axis."""
     if x.ndim <= 2:
-        return x @ params["w"] + params["b"]
+        return product(x, params["w"]) + params["b"]
     # As one matrix: of more axes the gradient's product makes XLA transpose arrays on a CPU, which takes longer.
     return dense(params, x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedbraid.models.layers import as_floats, dense
+from fedbraid.models.layers import as_floats, dense, product
 from fedbraid.models.model import Array, Model, PyTree, check_sizes, score_classes, score_values, supervised
 
 
@@ -106,7 +106,7 @@ def _zeros(w: tuple[int, ...], b: tuple[int, ...], intercept: bool) -> Callable[
 def _linear(d: int) -> Callable[[PyTree, Array, Array | None], Array]:
     def apply(params, x, key):
         x = as_floats(x, (d,))
-        return dense(params, x) if "b" in params else x @ params["w"]
+        return dense(params, x) if "b" in params else product(x, params["w"])
 
     return apply
 

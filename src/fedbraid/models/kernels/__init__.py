@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-__all__ = ["available", "interpreted", "precision", "stored"]
+__all__ = ["available", "interpreted", "platform", "precision", "stored"]
 
 EXACT, HALF = ("float32", "highest", "F32_F32_F32"), ("bfloat16", "BF16_BF16_F32")
 OLDEST = 8.0  # compute capability: tensor cores that take float32 as TF32
@@ -19,11 +19,15 @@ DEVICE = "jax_default_device"
 PRECISION = "jax_default_matmul_precision"
 
 
+def platform() -> str:
+    """Where what is traced now runs."""
+    device = getattr(jax.config, DEVICE)
+    return jax.default_backend() if device is None else getattr(device, "platform", device)
+
+
 def available() -> bool:
     """Whether what is traced now runs where these kernels do."""
-    device = getattr(jax.config, DEVICE)
-    platform = jax.default_backend() if device is None else getattr(device, "platform", device)
-    return platform in ("gpu", "cuda") and _recent()
+    return platform() in ("gpu", "cuda") and _recent()
 
 
 @cache
