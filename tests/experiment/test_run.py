@@ -9,15 +9,21 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
+import fedbraid as fb
+from fedbraid.algorithms import ALGORITHMS
 from fedbraid.cli.main import make_app
+from fedbraid.data.catalog import CATALOG
 from fedbraid.experiment import ConfigError, build, load_config
+from fedbraid.experiment.compare import load_comparison
 from fedbraid.experiment.config import dump
 from fedbraid.experiment.runfolder import read_metrics
+from fedbraid.transforms import TRANSFORMS, attack, mark
 
 SMALL = ("rounds=40", "cohort=5", "model.hidden=[8]", "data.clients=10", "evaluation.every=10", "checkpoint.every=2")
 
@@ -147,6 +153,8 @@ def test_a_run_folder_is_never_overwritten(env, whole):
         (["engine.plan=fast"], ["engine.plan", "fast", "sequential"]),
         (["engine.chunks=3"], ["'chunks'", "did you mean 'chunk'"]),
         (["arrival.drop=1.5"], ["arrival.drop", "1.5"]),
+        (["attack.share=1"], ["attack.share", "less than 1"]),
+        (["attack.factor=nan"], ["attack.factor", "finite"]),
         (["algorithm.name=fedavgg"], ["'fedavgg'", "did you mean 'fedavg'"]),
         (["algorithm.client_rate=0.1"], ["'client_rate'", "client_lr"]),
         (["algorithm.client_lr=-0.1"], ["client_lr", "-0.1"]),
@@ -169,12 +177,39 @@ def test_bad_configs_are_refused_by_key(given, words):
         assert word in str(error.value)
 
 
+def test_an_attack_in_a_config_is_that_of_python():
+    def run(experiment, algorithm, data):
+        return fb.simulate(algorithm, experiment.params, data, rounds=2, cohort=10, seed=5, devices=1).params
+
+    honest = build(load_config(settings=[*SMALL, "seed=5"]))
+    attacked = build(load_config(settings=[*SMALL, "seed=5", "attack.share=0.3", "attack.factor=-2"]))
+    assert "byzantine" not in honest.data.train.arrays
+    marked = mark(honest.data, 0.3, seed=5)
+    assert marked.train.arrays["byzantine"].any()
+    want = run(honest, attack(honest.algorithm, factor=-2.0), marked)
+    got = run(attacked, attacked.algorithm, attacked.data)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), got, run(honest, honest.algorithm, honest.data))
+    assert max(jax.tree.leaves(moved)) > 1e-3
+
+
 def test_a_bad_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.toml"):
         load_config(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("rounds = = 3")
     with pytest.raises(ConfigError, match="not valid TOML"):
         load_config(tmp_path / "bad.toml")
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs").glob("*.toml")), ids=lambda path: path.stem)
+def test_the_configs_that_come_along_name_what_there_is(path):
+    several = "[[methods]]" in path.read_text()
+    comparison = load_comparison(path) if several else None
+    configs = [load_config(path)] if comparison is None else [*map(comparison.config, range(len(comparison.methods)))]
+    for config in configs:
+        assert config.algorithm.name in ALGORITHMS
+        assert all(named.name in TRANSFORMS for named in config.transforms)
+        assert config.data.name in CATALOG
 
 
 def test_dumped_configs_load_to_the_same(tmp_path):

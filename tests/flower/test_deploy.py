@@ -177,6 +177,7 @@ def test_refusals_are_one_line(app, tmp_path):
                 ["init", tmp_path / "new", "--set", "cohort=all", "--evaluate-clients", "some"],
                 'must be "all" or a whole',
             ),
+            (["init", tmp_path / "new", "--set", "attack.share=0.2"], "[attack] is for simulations"),
             (["up", tmp_path], "is not an app"),
             (["up", app, "--nodes", 4], "at most the population of 3"),
             (["up", app, "--nodes", 0], "at least 1"),

@@ -193,6 +193,7 @@ class _Watch:
             self.console.print(
                 f"[bold]{config.algorithm.name}[/] on [bold]{config.data.name}[/]: {data.train.num_clients} clients, "
                 f"{data.train.num_examples:,} examples, model {config.model.name}, cohort {config.cohort}"
+                + (f", {config.attack.share:.0%} of the clients lie" if config.attack.share else "")
             )
             self.bar.start()
 

@@ -44,7 +44,7 @@ def load_named(config: Config) -> FederatedData:
     _check_names(config)
     data = _named("data", config.data, lambda **options: load_data(config.data.name, **options))
     data.check()
-    return data
+    return transforms.mark(data, config.attack.share, seed=config.seed) if config.attack.share else data
 
 
 def assemble(config: Config, data: FederatedData) -> Experiment:
@@ -70,6 +70,8 @@ def assemble(config: Config, data: FederatedData) -> Experiment:
     params = model.init(address.init_key(config.seed))
     context = {"loss": loss, "outputs": outputs, "data": data.train, "population": population, "params": params}
     algorithm = build_algorithm(config, context)
+    if config.attack.share:  # over all that honest clients do
+        algorithm = transforms.attack(algorithm, factor=config.attack.factor)
     return Experiment(config, data, model, params, loss, metrics, algorithm, _arrival(config))
 
 

@@ -64,6 +64,13 @@ class Arrival(_Section):
     latency_sigma: Annotated[float, Field(ge=0)] = 0.5
 
 
+class Attack(_Section):
+    """Clients that lie, in a simulation: a ``share`` of all send ``factor`` times their upload; -1 flips its sign."""
+
+    share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    factor: Annotated[float, Field(allow_inf_nan=False)] = -1.0
+
+
 class Evaluation(_Section):
     every: Annotated[int, Field(ge=1)] = 10
 
@@ -95,6 +102,7 @@ class Config(_Section):
     algorithm: Named = Named(name="fedavg")
     transforms: tuple[Named, ...] = ()
     arrival: Arrival = Arrival()
+    attack: Attack = Attack()
     evaluation: Evaluation = Evaluation()
     engine: Engine = Engine()
     checkpoint: Checkpoint = Checkpoint()

@@ -263,7 +263,8 @@ class Lab:
 
 
 def _data_key(config: Config) -> str:
-    return json.dumps(config.data.model_dump(), sort_keys=True, default=str)
+    liars = [config.attack.share, config.seed] if config.attack.share else None  # the data says who lies
+    return json.dumps([config.data.model_dump(), liars], sort_keys=True, default=str)
 
 
 def _number(value: Any) -> float | None:

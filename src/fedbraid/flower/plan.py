@@ -54,6 +54,8 @@ def describe(experiment: Experiment) -> dict[str, Any]:
     config = experiment.config
     factories = [(config.algorithm.name, algorithms.ALGORITHMS[config.algorithm.name])]
     factories += [(named.name, transforms.TRANSFORMS[named.name]) for named in config.transforms]
+    if config.attack.share:
+        raise ConfigError("[attack] is for simulations: clients of a federation lie unasked; leave the section out")
     for name, factory in factories:
         if "data" in inspect.signature(factory).parameters:
             raise ConfigError(f"{name!r} reads the data of all clients together, which no machine of a federation has")

@@ -58,5 +58,5 @@ TRANSFORMS: Mapping[str, Callable[..., Algorithm]] = {
 """Transforms that a config can name: ``factory(algorithm, **options)``, with plain numbers and words as options.
 
 ``elastic`` also takes the model's ``outputs``, which a config gets from its model. ``attack`` and ``admit_if`` are not
-here: the one needs marked data, the other a function.
+here: the one needs marked data and is a section of its own, the other needs a function.
 """
