@@ -58,12 +58,27 @@ def _product(x: Array, w: Array) -> Array:
 @partial(_product.defjvp, symbolic_zeros=True)
 def _product_jvp(primals, tangents):
     (x, w), (dx, dw) = primals, tangents
-    # XLA's fast products on a CPU take the left matrix with its sum along rows: x is transposed for them.
     terms = [] if isinstance(dx, SymbolicZero) else [dx @ w]
     if not isinstance(dw, SymbolicZero):
-        terms.append(linear(lambda x, dw: x @ dw, lambda x, dy: lax.optimization_barrier(x.T) @ dy, x, dw))
+        terms.append(along_weights(x, dw))
     y = x @ w
     return y, sum(terms[1:], terms[0]) if terms else jnp.zeros_like(y)
+
+
+def along_weights(x: Array, dw: Array) -> Array:
+    """``x @ dw`` over the last axis, linear in dw.
+
+    Its transpose, a gradient of weights, sums over x's rows. XLA's fast products on a CPU want that sum along the rows
+    of their left matrix: there x is transposed in memory first.
+    """
+    if kernels.platform() != "cpu":
+        return x @ dw
+
+    def transpose(x: Array, dy: Array) -> Array:
+        return lax.optimization_barrier(x.T) @ dy
+
+    rows = x.reshape(-1, x.shape[-1])
+    return linear(lambda x, dw: x @ dw, transpose, rows, dw).reshape(*x.shape[:-1], -1)
 
 
 def dense(params: Dense, x: Array) -> Array:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from fedbraid.core import check_choice
 from fedbraid.models import kernels
-from fedbraid.models.layers import dense, dense_init, glorot_uniform
+from fedbraid.models.layers import along_weights, dense, dense_init, glorot_uniform
 from fedbraid.models.model import Array, Model, check_sizes, score_tokens, supervised
 from fedbraid.models.transposable import computed_by, linear
 
@@ -179,13 +179,15 @@ def _has_kernels(x: Array) -> bool:
 
 
 def _states_loop(inputs: Array, u: Array) -> tuple[Array, Array, Array]:
+    scale = jnp.repeat(jnp.array([0.5, 0.5, 1.0, 0.5], inputs.dtype), u.shape[0])
+
     def step(carry, gates):
         h, c = carry
-        i, f, g, o = jnp.split(gates + _times(h, u), 4, axis=-1)
-        i, f, g, o = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
+        gates = scale * jnp.tanh(scale * (gates + _times(h, u))) + (1 - scale)  # sigmoid(x) is 1/2 tanh(x/2) + 1/2
+        i, f, g, o = jnp.split(gates, 4, axis=-1)
         c = f * c + i * g
         h = o * jnp.tanh(c)
-        return (h, c), (h, c, jnp.concatenate([i, f, g, o], axis=-1))
+        return (h, c), (h, c, gates)
 
     start = jnp.zeros((inputs.shape[1], u.shape[0]), inputs.dtype)
     return jax.lax.scan(step, (start, start), inputs)[1]
@@ -260,4 +262,5 @@ def _recurrence_jvp(compute, primals, tangents):
     rounded = _rounded(u, compute)
     h, c, gates = _states(inputs, rounded)
     # the transposed loop by hand: JAX's own reads and writes twice as many arrays at every position
-    return h, linear(_tangent, _cotangent, (rounded, c, gates), d_inputs + _before(h) @ d_u)
+    entering = d_inputs + along_weights(_before(h), d_u)
+    return h, linear(_tangent, _cotangent, (rounded, c, gates), entering)
