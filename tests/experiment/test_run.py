@@ -155,6 +155,7 @@ def test_a_run_folder_is_never_overwritten(env, whole):
         (["arrival.drop=1.5"], ["arrival.drop", "1.5"]),
         (["attack.share=1"], ["attack.share", "less than 1"]),
         (["attack.factor=nan"], ["attack.factor", "finite"]),
+        (["attack.share=0.001"], ["attack.share", "0.001 of 50 clients is nobody", "0.02"]),
         (["algorithm.name=fedavgg"], ["'fedavgg'", "did you mean 'fedavg'"]),
         (["algorithm.client_rate=0.1"], ["'client_rate'", "client_lr"]),
         (["algorithm.client_lr=-0.1"], ["client_lr", "-0.1"]),
@@ -182,9 +183,10 @@ def test_an_attack_in_a_config_is_that_of_python():
         return fb.simulate(algorithm, experiment.params, data, rounds=2, cohort=10, seed=5, devices=1).params
 
     honest = build(load_config(settings=[*SMALL, "seed=5"]))
-    attacked = build(load_config(settings=[*SMALL, "seed=5", "attack.share=0.3", "attack.factor=-2"]))
+    lies = ["attack.share=0.3", "attack.factor=-2", "attack.seed=7"]
+    attacked = build(load_config(settings=[*SMALL, "seed=5", *lies]))
     assert "byzantine" not in honest.data.train.arrays
-    marked = mark(honest.data, 0.3, seed=5)
+    marked = mark(honest.data, 0.3, seed=7)
     assert marked.train.arrays["byzantine"].any()
     want = run(honest, attack(honest.algorithm, factor=-2.0), marked)
     got = run(attacked, attacked.algorithm, attacked.data)

@@ -494,3 +494,10 @@ def test_the_command_sweeps_and_says_what_to_do_next(tmp_path):
         refused = CliRunner().invoke(app, arguments)
         assert isinstance(refused.exception, ValueError)
         assert word in str(refused.exception)
+
+
+def test_a_sweep_over_the_share_of_liars_marks_as_many():
+    lab = Lab(small("attack.factor=3"), Tuning(over={"attack.share": "0.25,0.5"}))
+    for share, liars in ((0.25, 2), (0.5, 4)):
+        train = lab.data_of(small("attack.factor=3", f"attack.share={share}")).train
+        assert sum(train.client(c)["byzantine"].any() for c in range(8)) == liars

@@ -191,24 +191,6 @@ def test_a_call_takes_as_many_rounds_as_its_seconds_allow(seconds, portions, mon
     close(result.params, simulate(counting(), jnp.float64(2.0), clients(), devices=1, **OPTIONS | {"rounds": 7}).params)
 
 
-def test_rounds_laid_out_ahead_are_those_that_are_asked_for(monkeypatch):
-    alg, mesh = counting(), client_mesh(1)
-
-    def feed(seed):
-        plan = Plan("lanes", 1, 3, 2)
-        return Feed(alg, plan, mesh, clients(), seed=seed, window=4, stream=False)
-
-    ahead = feed(0)
-    ahead.prepare(range(2, 5))
-    laid_out = []
-    monkeypatch.setattr(Feed, "layout", lambda self, r, real=Feed.layout: laid_out.append(r) or real(self, r))
-    close(ahead.portion(3, 3).slots, feed(0).portion(3, 3).slots)
-    assert laid_out == [5, 3, 4, 5]  # what was there is not made again
-    ahead.prepare(range(6, 8))
-    ahead.seed = 1
-    close(ahead.portion(6, 2).slots, feed(1).portion(6, 2).slots)
-
-
 def test_non_finite_uploads_are_dropped_counted_and_do_not_touch_state():
     poisoned = clients()
     y = poisoned.arrays["y"].copy()

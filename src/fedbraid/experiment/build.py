@@ -44,7 +44,12 @@ def load_named(config: Config) -> FederatedData:
     _check_names(config)
     data = _named("data", config.data, lambda **options: load_data(config.data.name, **options))
     data.check()
-    return transforms.mark(data, config.attack.share, seed=config.seed) if config.attack.share else data
+    if not config.attack.share:
+        return data
+    try:
+        return transforms.mark(data, config.attack.share, seed=config.attack.seed)
+    except ValueError as error:
+        raise ConfigError(f"attack.share: {error}") from error
 
 
 def assemble(config: Config, data: FederatedData) -> Experiment:

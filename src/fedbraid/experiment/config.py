@@ -65,10 +65,14 @@ class Arrival(_Section):
 
 
 class Attack(_Section):
-    """Clients that lie, in a simulation: a ``share`` of all send ``factor`` times their upload; -1 flips its sign."""
+    """Clients that lie, in a simulation: a ``share`` of all send ``factor`` times their upload; -1 flips its sign.
+
+    Who they are is drawn from a seed of its own: they are the same at every seed of a comparison.
+    """
 
     share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     factor: Annotated[float, Field(allow_inf_nan=False)] = -1.0
+    seed: Annotated[int, Field(ge=0)] = 0
 
 
 class Evaluation(_Section):

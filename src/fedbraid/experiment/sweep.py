@@ -263,7 +263,7 @@ class Lab:
 
 
 def _data_key(config: Config) -> str:
-    liars = [config.attack.share, config.seed] if config.attack.share else None  # the data says who lies
+    liars = config.attack.share, config.attack.seed  # the data says who they are
     return json.dumps([config.data.model_dump(), liars], sort_keys=True, default=str)
 
 

@@ -45,7 +45,6 @@ class Feed:
         self.window = 1 if stream else window  # rounds per portion at most: the static length of the slots
         self._resident: dict[str, Any] | None = None
         self._rows = 0
-        self._ahead: dict[tuple[int, int], list[tuple[Slots, Load]]] = {}  # by seed and round
 
     def with_plan(self, plan: Plan) -> Feed:
         """The same rounds laid out by another plan; data that is on the devices stays there."""
@@ -62,14 +61,6 @@ class Feed:
             sizes = np.asarray(self.split.offsets[ids + 1]) - starts
             laid_out.append(lay_out(self.plan, ids, starts, sizes, steps_of(exchange.client, sizes), population))
         return laid_out
-
-    def prepare(self, rounds: range) -> None:
-        """Lay rounds out before they are asked for: while the devices work, it takes no time of theirs."""
-        if not self.stream:  # streamed rounds are laid out by a thread
-            self._ahead = {(self.seed, r): self._laid_out(r) for r in rounds}
-
-    def _laid_out(self, round_: int) -> list[tuple[Slots, Load]]:
-        return self._ahead.pop((self.seed, round_), None) or self.layout(round_)
 
     def resident_arrays(self) -> dict[str, Any]:
         if self._resident is None:
@@ -89,7 +80,7 @@ class Feed:
 
     def portion(self, first: int, number: int) -> Portion:
         """Rounds ``first`` to ``first + number``, at most ``window`` of them."""
-        layouts = [self._laid_out(first + i) for i in range(number)]
+        layouts = [self.layout(first + i) for i in range(number)]
         loads = [[load for _, load in layout] for layout in layouts]
         indices = range(len(self.alg.exchanges))
         if self.stream:

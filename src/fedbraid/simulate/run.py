@@ -423,8 +423,6 @@ class _Run:
         server, states, log = self.engine.rounds(
             self.server, self.states, portion.arrays, portion.slots, portion.first, portion.number, self.seed_key
         )
-        after = portion.first + portion.number  # while the devices work
-        self.feed.prepare(range(after, min(after + portion.number, self.rounds)))
         log = {name: _host(column)[: portion.number] for name, column in log.items()}
         _wait((server, states))
         self.server, self.states = server, states

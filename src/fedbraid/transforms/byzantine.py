@@ -54,6 +54,8 @@ def _chosen(clients: Sequence[int] | float, population: int, seed: int) -> Any:
     if isinstance(clients, float | int):
         check_number("clients", clients, low=0, high=1)
         many = round(clients * population)
+        if clients and not many:
+            raise ValueError(f"a share of {clients} of {population} clients is nobody; give at least {1 / population}")
         return np.random.default_rng(seed).choice(population, many, replace=False)
     ids = np.asarray(clients, dtype=int)
     if ids.size and (ids.min() < 0 or ids.max() >= population):
