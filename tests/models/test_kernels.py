@@ -13,7 +13,7 @@ from jax import export, lax
 
 from fedbraid import models
 from fedbraid.models import kernels, layers, lstm
-from fedbraid.models.kernels import activated, convolution, recurrence
+from fedbraid.models.kernels import activated, convolution, grown, recurrence
 from fedbraid.models.kernels.convolution import Geometry, convolve
 from fedbraid.models.rewrite import explain, fast_convolutions
 
@@ -314,7 +314,7 @@ def test_no_kernel_runs_on_a_cpu():
 
 
 def test_kernels_lower_for_a_gpu(monkeypatch):
-    for module in (activated, convolution, recurrence):
+    for module in (activated, convolution, grown, recurrence):
         monkeypatch.setattr(module, "interpreted", lambda: False)
     geometry = Geometry((3, 3), (2, 2), low=(1, 1), out=(4, 4))
 
@@ -333,6 +333,14 @@ def test_kernels_lower_for_a_gpu(monkeypatch):
         _, c, gates = jax.vmap(recurrence.states)(inputs, u)
         return jax.vmap(recurrence.cotangent)(u, c, gates, dh)
 
+    def grown_step(x, left, h, count):
+        meets, left = jax.vmap(grown.inner)(x, left, count)
+        return (
+            meets,
+            jax.vmap(grown.outer)(x, h, jax.vmap(grown.added)(left, x, count), count),
+            grown.empty((3,), x.dtype),
+        )
+
     def shape(*sizes, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(sizes, dtype)
 
@@ -342,6 +350,9 @@ def test_kernels_lower_for_a_gpu(monkeypatch):
         (layer_step, (shape(2, 3, 8, 8, 32, dtype=jnp.bfloat16), shape(2, 289, 64))),
         (lstm_step, (shape(2, 9, 4, 64), shape(2, 16, 64, dtype=jnp.bfloat16), shape(2, 9, 4, 16))),
     ]
+    for dtype in (jnp.float32, jnp.bfloat16):
+        arrays = [shape(*sizes, dtype=dtype) for sizes in ((2, 20, 300), (2, 60, 300), (2, 20, 60))]
+        programs.append((grown_step, (*arrays, shape(2, dtype=jnp.int32))))
     custom = [export.DisabledSafetyCheck.custom_call(name) for name in ("xla.gpu.triton", "__gpu$xla.gpu.triton")]
     for program, shapes in programs:
         exported = export.export(jax.jit(program), platforms=["cuda"], disabled_checks=custom)(*shapes)

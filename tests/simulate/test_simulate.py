@@ -153,6 +153,18 @@ def test_endings_of_clients_alike_are_one_a_queue():
     assert table.events.tolist() == [3]
     assert table.wait[:3].tolist() == [7, 7, 7]
     assert [(row < 11).sum() for row in table.slot[:3]] == [4, 4, 3]
+    # the engine relies on it: nobody's result is looked for on another lane
+    assert table.lane[:3].tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 4]]
+
+
+@pytest.mark.parametrize("alike", [0, 140])
+def test_devices_that_get_fewer_clients_than_lanes(alike):
+    steps = np.full(5, 7)
+    plan = Plan("lanes", 4, 5, 2, alike=alike)  # two, two, one and none
+    slots, load = lay_out(plan, np.arange(5), np.arange(5), steps * 20, [steps], 5)
+    assert slots.live.tolist() == [2, 2, 1, 0]
+    assert slots.lanes[0].events.tolist() == [1, 1, 1, 0]
+    assert load.steps == 35
 
 
 def test_lanes_mask_little_where_a_wide_vmap_masks_most():

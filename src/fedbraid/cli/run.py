@@ -100,6 +100,8 @@ def _explain(loaded: Any, json: bool) -> None:
         )
         for line in found["convolutions"][exchange["name"]] or ["no convolution of XLA's"]:
             console.print(f"  {escape(line)}")
+        for line in found["matrices"][exchange["name"]]:
+            console.print(f"  {escape(line)}")
 
 
 def _train(console: Console, loaded: Any, folder: Path, resume: bool, json: bool, quiet: bool) -> bool:

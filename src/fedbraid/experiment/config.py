@@ -19,6 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from fedbraid.local import LocalOptions
 from fedbraid.simulate.convolutions import Convolutions
+from fedbraid.simulate.grown import Matrices
 from fedbraid.simulate.plan import check_chunk
 from fedbraid.simulate.precision import Precision
 
@@ -89,6 +90,7 @@ class Engine(_Section):
     states_in: str = "auto"
     convolutions: Convolutions = "fast"
     precision: Precision = "default"
+    matrices: Matrices = "auto"
 
 
 class Checkpoint(_Section):

@@ -8,9 +8,11 @@ from fedbraid.cost import cost
 from fedbraid.experiment.build import build, states_in
 from fedbraid.experiment.config import Config
 from fedbraid.simulate import tune
-from fedbraid.simulate.convolutions import explain_clients
+from fedbraid.simulate.convolutions import explain_clients, with_convolutions
 from fedbraid.simulate.devices import client_mesh
+from fedbraid.simulate.grown import explain_growth
 from fedbraid.simulate.plan import choose_plan
+from fedbraid.simulate.precision import with_precision
 from fedbraid.simulate.run import states_on_host, streams
 
 __all__ = ["explain_config"]
@@ -30,8 +32,8 @@ def explain_config(config: Config) -> dict[str, Any]:
     cohort = split.num_clients if config.cohort == "all" else config.cohort
     stream = streams(engine.data_in, split, mesh)
     on_host, _ = states_on_host(alg, params, split.num_clients, states_in(config), mesh, None)
-    how = {"arrival": experiment.arrival, "convolutions": engine.convolutions, "precision": engine.precision}
-    job = tune.Job(alg, params, split, mesh, engine.plan, cohort, stream, on_host, **how)
+    how = (experiment.arrival, engine.convolutions, engine.precision, engine.matrices)
+    job = tune.Job(alg, params, split, mesh, engine.plan, cohort, stream, on_host, *how)
     by_rule = "auto" if engine.chunk == "tuned" else engine.chunk
     base = choose_plan(alg, params, split, mesh, engine.plan, by_rule, cohort)
     plan, why = tune.foresee(engine.chunk, base, job)
@@ -43,4 +45,11 @@ def explain_config(config: Config) -> dict[str, Any]:
         "data": "streamed from the host" if stream else "on the devices",
         "exchanges": [{"name": e.name, "down": e.down, "up": e.up} for e in cost(alg, params, split).exchanges],
         "convolutions": explain_clients(alg, params, split, engine.convolutions),
+        "matrices": explain_growth(
+            with_convolutions(with_precision(alg, engine.precision), engine.convolutions),
+            params,
+            split,
+            plan,
+            engine.matrices,
+        ),
     }

@@ -268,6 +268,7 @@ class Together:
                 local=stream,
                 convolutions=self.config.engine.convolutions,
                 precision=self.config.engine.precision,
+                matrices=self.config.engine.matrices,
             )
             server, states, log = engine.rounds(*carry, arrays, slots, first, number, key)
             return (server, states), log

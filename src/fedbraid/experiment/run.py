@@ -65,6 +65,7 @@ def run_config(
         data_in=config.engine.data_in,
         convolutions=config.engine.convolutions,
         precision=config.engine.precision,
+        matrices=config.engine.matrices,
         states_in=states_in(config),
         checkpoints=Checkpoints(saved, config.checkpoint.every, resume and saved.is_dir() and any(saved.iterdir())),
         on_progress=watched,

@@ -24,6 +24,7 @@ from fedbraid.local import ClientData, LocalWork
 from fedbraid.simulate.arrival import Arrival, everyone
 from fedbraid.simulate.convolutions import Convolutions, with_convolutions
 from fedbraid.simulate.devices import AXIS, replicated
+from fedbraid.simulate.grown import Matrices, grow
 from fedbraid.simulate.plan import Plan, Slots
 from fedbraid.simulate.precision import Precision, with_precision
 
@@ -170,6 +171,7 @@ class _Bench(NamedTuple):
     arrays: PyTree
     cap: int
     alike: int = 0  # as in a plan
+    matrices: Matrices = "auto"
 
     def data(self, slots: Slots, slot: Any) -> ClientData:
         return ClientData(self.arrays, slots.offset[slot], slots.size[slot], self.cap)
@@ -224,32 +226,49 @@ def _fold_on_lanes(
         return bench.settle(slots, slot, at(states, slot), report)
 
     def tick(_: Any, lanes: tuple) -> tuple:
-        slot, k, carry = lanes
-        return slot, k + 1, jax.vmap(advance)(slot, k, carry)
+        slot, k, rest, rows = lanes
+        return slot, k + 1, *jax.vmap(growth.step)(slot, k, rest, rows)
+
+    def start(states: PyTree, slot: Any) -> Any:
+        return growth.rest(begin(states, slot))
 
     def ending(e: Any, everything: tuple) -> tuple:
         lanes, states, gained = everything
         lane, slot, following = table.lane[e], table.slot[e], table.next[e]
-        running, k, carry = jax.lax.fori_loop(0, table.wait[e] if ticks is None else ticks, tick, lanes)
-        ended = at(carry, jnp.minimum(lane, len(running) - 1))  # where fewer end together, some are read twice
-        carry = put(carry, lane, jax.vmap(partial(begin, states))(following))
+        running, k, rest, rows = jax.lax.fori_loop(0, table.wait[e] if ticks is None else ticks, tick, lanes)
+        fresh = jax.vmap(partial(start, states))(following), jnp.zeros_like(lane)
+        if ticks is None:
+            where = jnp.minimum(lane, len(running) - 1)  # where fewer end together, some are read twice
+            ended = at((rest, rows, k), where)
+            lanes = put(running, lane, following), put(k, lane, fresh[1]), put(rest, lane, fresh[0]), rows
+        else:  # all lanes, in order
+            ended, lanes = (rest, rows, k), (following, fresh[1], fresh[0], rows)
+        ended = jax.vmap(partial(growth.carry, full=ticks is not None))(*ended)
         real, known = slot < many, jnp.minimum(slot, many - 1)
         if last:
             few = jax.vmap(partial(outcome, states))(known, ended)
             states, gained = put(states, slot, few.state), _gain_many(gained, few.tally, slot, real, gather)
         else:
             gained = put(gained, slot, jax.vmap(partial(result, states))(known, ended))
-        return (put(running, lane, following), put(k, lane, jnp.zeros_like(lane)), carry), states, gained
+        return lanes, states, gained
 
-    many = len(slots.ids)
-    lanes = (table.first, jnp.zeros_like(table.first), jax.vmap(partial(begin, states))(table.first))
-    example = (states, table.first[0], at(lanes[2], 0))
+    many, width = len(slots.ids), len(table.first)
+    slot, k = table.first[0], jnp.int32(0)
+    most = int(fold.batches.count(np.int64(bench.alike or bench.cap)))
+    growth = grow(partial(begin, states), advance, (slot, k), most=most, lanes=width, how=bench.matrices)
+    lanes = (
+        table.first,
+        jnp.zeros_like(table.first),
+        jax.vmap(partial(start, states))(table.first),
+        growth.empty(width),
+    )
+    example = (states, slot, jax.eval_shape(begin, states, slot))
     if last:
-        start = _nothing(jax.eval_shape(outcome, *example).tally, gather, many)
+        nothing = _nothing(jax.eval_shape(outcome, *example).tally, gather, many)
     else:
         shapes = jax.eval_shape(result, *example)
-        start = jax.tree.map(lambda s: jnp.zeros((many, *s.shape), s.dtype), shapes)
-    _, states, gained = jax.lax.fori_loop(0, table.events[0], ending, (lanes, states, start))
+        nothing = jax.tree.map(lambda s: jnp.zeros((many, *s.shape), s.dtype), shapes)
+    _, states, gained = jax.lax.fori_loop(0, table.events[0], ending, (lanes, states, nothing))
     return gained, states
 
 
@@ -273,6 +292,7 @@ def make_engine(
     local: bool,
     convolutions: Convolutions = "fast",
     precision: Precision = "default",
+    matrices: Matrices = "auto",
 ) -> Engine:
     """Programs for ``alg``.
 
@@ -288,7 +308,7 @@ def make_engine(
         gather = exchange.reducer.gather
 
         def on_device(down: PyTree, arrays: PyTree, slots: Slots, states: PyTree, key: Any) -> tuple[Tally, PyTree]:
-            bench = _Bench(exchange, arrival, down, key, arrays, cap, plan.alike)
+            bench = _Bench(exchange, arrival, down, key, arrays, cap, plan.alike, matrices)
 
             def run(slot: Any, state: PyTree) -> Outcome:
                 work_key = address.client_key(key, slots.ids[slot])

@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 import warnings
 from collections.abc import Callable
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -70,7 +70,7 @@ class Timetable(NamedTuple):
     """One fold of a cohort on lanes: its endings in order of time, arrays over ``devices * slots``.
 
     Clients that end at the same time do so together, up to so many at once (the second axis). Where there are fewer,
-    lane and slot are beyond the last one.
+    lane and slot are beyond the last one. Where all clients take as many steps, the i-th place is that of lane i.
     """
 
     first: Any  # [devices * lanes] slot that each lane starts with
@@ -182,7 +182,7 @@ def _timetable(plan: Plan, steps: np.ndarray) -> tuple[Timetable, int]:
     endings = []
     for lane, queue in enumerate(queues):
         time = 0
-        for slot, following in zip(queue, [*queue[1:], None], strict=True):
+        for slot, following in zip_longest(queue, queue[1:]):
             time += int(steps[slot])
             endings.append((time, lane, slot, slot if following is None else following))
     endings.sort()

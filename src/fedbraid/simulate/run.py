@@ -28,6 +28,7 @@ from fedbraid.simulate.devices import client_mesh, free_memory, host_memory, pla
 from fedbraid.simulate.engine import Engine, make_engine
 from fedbraid.simulate.evaluate import evaluator, summarize
 from fedbraid.simulate.feed import Feed, Portion
+from fedbraid.simulate.grown import MATRICES, Matrices
 from fedbraid.simulate.plan import Load, Plan, check_chunk, choose_plan
 from fedbraid.simulate.precision import PRECISIONS, Precision
 from fedbraid.simulate.states import HostStates
@@ -110,6 +111,7 @@ def simulate(
     states_in: Literal["auto", "device", "host"] | Path = "auto",
     convolutions: Convolutions = "fast",
     precision: Precision = "default",
+    matrices: Matrices = "auto",
     checkpoints: Checkpoints | None = None,
     on_progress: Callable[[Progress], bool | None] | None = None,
 ) -> Result:
@@ -124,6 +126,8 @@ def simulate(
         plan by rule.
     convolutions: "fast" runs those of anyone's model as matrix products, "native" leaves them to XLA.
     precision: of the clients' matrix products on a GPU: "float32", "tf32" or "bfloat16" factors, summed in float32.
+    matrices: "grown" keeps clients' weight matrices as the shared ones plus what their steps added, where the plan is
+        lanes and their program allows it; "whole" never does; "auto" does where it is less memory traffic, on a GPU.
     on_progress: called now and then; returning True ends the run after a checkpoint.
 
     Hyper-parameters inside ``alg`` may be traced, so a sweep is a ``vmap``:
@@ -150,6 +154,7 @@ def simulate(
     check_choice("data_in", data_in, ("auto", "device", "host"))
     check_choice("convolutions", convolutions, CONVOLUTIONS)
     check_choice("precision", precision, tuple(PRECISIONS))
+    check_choice("matrices", matrices, MATRICES)
     traffic = cost(alg, params, split)  # checks the structure too, before anything compiles
     if jax.tree.leaves(jax.eval_shape(alg.init_client, params)) and rounds * size < split.num_clients:
         warnings.warn(
@@ -169,8 +174,18 @@ def simulate(
     def program(plan: Plan) -> Engine:
         if plan in engines:
             return engines.pop(plan)
-        options = {"arrival": arrival, "local": stream, "convolutions": convolutions, "precision": precision}
-        return make_engine(alg, plan, mesh, cap=cap, population=population, **options)
+        return make_engine(
+            alg,
+            plan,
+            mesh,
+            cap=cap,
+            population=population,
+            arrival=arrival,
+            local=stream,
+            convolutions=convolutions,
+            precision=precision,
+            matrices=matrices,
+        )
 
     most = min(rounds, tune.STREAMED if stream else WINDOW)
 
@@ -187,7 +202,9 @@ def simulate(
     tuning = None
     if isinstance(chunk, str) and plan != "sequential":
         kept = _kept_plan(saved, base, plan, chunk, mesh)
-        job = tune.Job(alg, params, split, mesh, plan, size, stream, on_host, arrival, convolutions, precision)
+        job = tune.Job(
+            alg, params, split, mesh, plan, size, stream, on_host, arrival, convolutions, precision, matrices
+        )
         chosen, tuning = kept or tune.decide(chunk, base, job, stage, most)
         feed = feed.with_plan(chosen)
         for other in engines.keys() - {chosen}:

@@ -42,6 +42,7 @@ from fedbraid.simulate.arrival import Arrival
 from fedbraid.simulate.convolutions import Convolutions
 from fedbraid.simulate.devices import cores
 from fedbraid.simulate.engine import make_engine
+from fedbraid.simulate.grown import Matrices
 from fedbraid.simulate.plan import Plan, Slots, client_bytes, most_clients, steps_of
 from fedbraid.simulate.precision import Precision
 
@@ -132,6 +133,7 @@ class Job:
     arrival: Arrival
     convolutions: Convolutions
     precision: Precision
+    matrices: Matrices = "auto"
 
     @cached_property
     def look(self) -> str:
@@ -143,7 +145,7 @@ class Job:
             for e in self.alg.exchanges
         ]
         asked = [self.kind, self.cohort, self.split.num_clients, self.stream, self.on_host]
-        how = [self.convolutions, self.precision]
+        how = [self.convolutions, self.precision, self.matrices]
         return _digest([machine(self.mesh), _leaves(shapes), int(self.split.sizes.max()), exchanges, asked, how])
 
     def _steps(self, client: Callable) -> list[list[int]]:

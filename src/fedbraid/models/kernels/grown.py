@@ -1,0 +1,166 @@
+"""Products with a matrix that was given as rows, on a GPU: ``left' right`` of which some first rows are there so far.
+
+A client that takes few steps adds little to its weights: each step one row of ``left`` [R, d] and of ``right`` [R, o]
+for every example of a batch. Of ``left``, the long one, these kernels read the rows that are there and no more, and of
+several clients together each its own number of them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as gpu
+
+from fedbraid.models.kernels import interpreted
+
+__all__ = ["added", "empty", "inner", "outer"]
+
+Array = jax.Array
+COPIED = 2048  # values of a row that one program of `added` copies
+
+
+class Tiles(NamedTuple):
+    """How the work is cut, and how a program runs."""
+
+    rows: int  # of left
+    columns: int  # of left, in one product
+    warps: int
+    stages: int
+    split: int = 4  # programs that share the columns
+
+
+# By the bytes of a value: the fastest of those tried on an H200, over 0 to 180 rows of 9,216 columns.
+INNER = {2: Tiles(rows=32, columns=128, warps=4, stages=3, split=6), 4: Tiles(32, 64, warps=4, stages=3, split=4)}
+OUTER = {2: Tiles(rows=64, columns=128, warps=4, stages=2), 4: Tiles(rows=16, columns=256, warps=4, stages=4)}
+
+
+def _block(n: int) -> int:
+    return max(1 << (n - 1).bit_length(), 16)
+
+
+def _load(ref, rows: Array, columns: Array, height, width: int) -> Array:
+    """ref[rows][:, columns], zero beyond ``height`` and ``width``."""
+    shape = (rows.shape[0], columns.shape[0])
+    mask = jnp.broadcast_to((rows < height)[:, None] & (columns < width)[None, :], shape)
+    rows, columns = jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape)
+    return gpu.load(ref.at[rows, columns], mask=mask, other=0.0)
+
+
+def _store(ref, rows: Array, columns: Array, height, width: int, values: Array, *, at: tuple = ()) -> None:
+    mask = jnp.broadcast_to((rows < height)[:, None] & (columns < width)[None, :], values.shape)
+    rows, columns = jnp.broadcast_to(rows[:, None], values.shape), jnp.broadcast_to(columns[None, :], values.shape)
+    gpu.store(ref.at[(*at, rows, columns)], values.astype(ref.dtype), mask=mask)
+
+
+def empty(shape: tuple[int, ...], dtype) -> Array:
+    """Memory that holds anything."""
+    return pl.pallas_call(
+        lambda _: None,
+        out_shape=jax.ShapeDtypeStruct(shape, dtype),
+        compiler_params=gpu.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpreted(),
+        name="grown_empty",
+    )()
+
+
+def inner(x: Array, left: Array, count: Array, tiles: Tiles | None = None) -> tuple[Array, Array]:
+    """``x left'`` [b, R] of x [b, d] with the first ``count`` rows of left, zero for the others.
+
+    Also left itself, with x written behind its first ``count`` rows, in place.
+    """
+    (b, d), rows = x.shape, left.shape[0]
+    tiles = tiles or INNER[left.dtype.itemsize]
+    shares, left = pl.pallas_call(
+        partial(_inner_kernel, t=tiles, b=b, d=d),
+        grid=(-(-rows // tiles.rows) + 1, tiles.split),
+        out_shape=[
+            jax.ShapeDtypeStruct((tiles.split, b, rows), jnp.float32),
+            jax.ShapeDtypeStruct(left.shape, left.dtype),
+        ],
+        input_output_aliases={2: 1},
+        compiler_params=gpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        interpret=interpreted(),
+        name="grown_inner",
+    )(count.reshape(1), x.astype(left.dtype), left)
+    return shares.sum(0), left
+
+
+def _inner_kernel(count_ref, x_ref, left_ref, out_ref, new_ref, *, t: Tiles, b: int, d: int):
+    block, share = pl.program_id(0), pl.program_id(1)
+    count, height = count_ref[0], out_ref.shape[2]
+    batch, rows = jnp.arange(_block(b)), block * t.rows + jnp.arange(t.rows)
+    blocks = -(-d // (t.columns * t.split))
+
+    def columns(i):
+        return (share * blocks + i) * t.columns + jnp.arange(t.columns)
+
+    def meet(i, total):
+        x, left = _load(x_ref, batch, columns(i), b, d), _load(left_ref, rows, columns(i), count, d)
+        return total + jnp.dot(x, left.T, preferred_element_type=jnp.float32)
+
+    def write(i, _):  # by programs of their own: a loop that also wrote would wait for each load
+        _store(new_ref, count + batch, columns(i), count + b, d, _load(x_ref, batch, columns(i), b, d))
+
+    zero = jnp.zeros((batch.shape[0], t.rows), jnp.float32)
+    total = lax.fori_loop(0, blocks * lax.clamp(0, count - block * t.rows, 1), meet, zero)
+    _store(out_ref, batch, rows, b, height, total, at=(share,))
+    lax.fori_loop(0, blocks * lax.clamp(0, block + 1 - -(-height // t.rows), 1), write, None)
+
+
+def outer(start: Array, h: Array, left: Array, count: Array, tiles: Tiles | None = None) -> Array:
+    """``start + h left`` [b, d] of h [b, R] with the first ``count`` rows of left, in the type of left."""
+    b, d = start.shape
+    tiles = tiles or OUTER[left.dtype.itemsize]
+    return pl.pallas_call(
+        partial(_outer_kernel, t=tiles, b=b, d=d),
+        grid=(-(-d // tiles.columns),),
+        out_shape=jax.ShapeDtypeStruct((b, d), left.dtype),
+        compiler_params=gpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        interpret=interpreted(),
+        name="grown_outer",
+    )(count.reshape(1), start.astype(left.dtype), h.astype(left.dtype), left)
+
+
+def _outer_kernel(count_ref, start_ref, h_ref, left_ref, out_ref, *, t: Tiles, b: int, d: int):
+    columns, batch = pl.program_id(0) * t.columns + jnp.arange(t.columns), jnp.arange(_block(b))
+    count = count_ref[0]
+
+    def step(i, total):
+        rows = i * t.rows + jnp.arange(t.rows)
+        h, left = _load(h_ref, batch, rows, b, count), _load(left_ref, rows, columns, count, d)
+        return total + jnp.dot(h, left, preferred_element_type=jnp.float32)
+
+    start = _load(start_ref, batch, columns, b, d).astype(jnp.float32)
+    total = lax.fori_loop(0, lax.div(count + t.rows - 1, t.rows), step, start)
+    _store(out_ref, batch, columns, b, d, total)
+
+
+def added(left: Array, rows: Array, count: Array, after: tuple[Array, ...] = ()) -> Array:
+    """``left`` with ``rows`` written behind its first ``count``, in place.
+
+    ``after`` are values whose computation reads left as it was: the compiler, which does not look into a kernel, then
+    knows that nobody needs the old one any more, and makes no copy.
+    """
+    b, d = rows.shape
+    width = min(_block(d), COPIED)
+    return pl.pallas_call(
+        partial(_added_kernel, d=d, width=width),
+        grid=(b, -(-d // width)),
+        out_shape=jax.ShapeDtypeStruct(left.shape, left.dtype),
+        input_output_aliases={2: 0},
+        compiler_params=gpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpreted(),
+        name="grown_added",
+    )(count.reshape(1), rows, left, *after)
+
+
+def _added_kernel(count_ref, rows_ref, _, *refs, d: int, width: int):
+    *_, out_ref = refs
+    row, columns = pl.program_id(0), pl.program_id(1) * width + jnp.arange(width)
+    values = gpu.load(rows_ref.at[row, columns], mask=columns < d, other=0.0)
+    gpu.store(out_ref.at[count_ref[0] + row, columns], values.astype(out_ref.dtype), mask=columns < d)
