@@ -18,7 +18,7 @@ from fedbraid.cli.main import make_app
 from fedbraid.local import batches_of, local_work, masked_mean
 from fedbraid.models import kernels
 from fedbraid.models.kernels import grown as rows
-from fedbraid.simulate.grown import Site, _pays, explain_growth, grow
+from fedbraid.simulate.grown import Extent, Site, _pays, explain_growth, grow
 from fedbraid.simulate.plan import Plan
 
 # --- one step, followed ----------------------------------------------------------------------------------------------
@@ -34,15 +34,20 @@ def walk(step, start, inputs, *, most=None, how="grown"):
             lambda slot: tree,
             lambda slot, k, carry: step(carry, each[k], tree),
             (jnp.int32(0), jnp.int32(0)),
-            most=len(inputs) if most is None else most,
-            lanes=1,
-            how=how,
+            Extent(len(inputs) if most is None else most, 1, 1),
+            how,
         )
         grew.append({site.leaf: site.rows for site in growth.sites})
-        held = growth.rest(tree), jax.tree.map(lambda a: a[0], growth.empty(1))
+        rest, rows = growth.rest(tree), jax.tree.map(lambda a: a[0], growth.empty(1))
         for k in range(len(inputs)):
-            held = growth.step(jnp.int32(0), jnp.int32(k), *held)
-        return growth.carry(*held, jnp.int32(len(inputs)), full=most is None)
+            rest, rows = growth.step(jnp.int32(0), jnp.int32(k), rest, rows)
+        rows = jax.tree.map(lambda a: a[None], rows)
+        made = (
+            growth.matrices(rows)
+            if most is None
+            else growth.matrices_on(rows, jnp.zeros(1, int), jnp.array([len(inputs)]))
+        )
+        return growth.carry(rest, [matrix[0] for matrix in made])
 
     grew = []
     return jax.jit(run)(tree, each), grew[0]
@@ -183,15 +188,18 @@ def test_two_matrices_and_a_bias():
 
 
 def test_it_pays_for_a_large_matrix_and_few_steps():
-    def site(d, o, b, steps, dtype):
-        start = jax.ShapeDtypeStruct((d, o), jnp.float32)
-        return Site(0, b, b * steps, dtype, start, start)
+    def pays(shape, b, extent, dtype=jnp.bfloat16):
+        start = jax.ShapeDtypeStruct(shape, jnp.float32)
+        return _pays(Site(0, b, b * extent.most, dtype, start, start), extent)
 
-    assert _pays(site(9216, 128, 20, 10, jnp.bfloat16), 100)
-    assert _pays(site(9216, 128, 20, 10, jnp.float32), 100)
-    assert not _pays(site(9216, 128, 20, 50, jnp.bfloat16), 100)  # many steps
-    assert not _pays(site(9216, 128, 20, 10, jnp.bfloat16), 2)  # few clients
-    assert not _pays(site(784, 300, 10, 10, jnp.bfloat16), 10)  # a small matrix
+    large = (9216, 128)
+    assert pays(large, 20, Extent(10, 10, 100))
+    assert pays(large, 20, Extent(10, 10, 100), jnp.float32)
+    assert pays(large, 20, Extent(50, 14, 25))  # a few clients are long
+    assert not pays(large, 20, Extent(500, 14, 25))  # but not so long
+    assert not pays(large, 20, Extent(50, 50, 100))  # all take many steps
+    assert not pays(large, 20, Extent(10, 10, 2))  # few clients
+    assert not pays((784, 300), 10, Extent(10, 10, 10))  # a small matrix
 
 
 # --- the kernels -----------------------------------------------------------------------------------------------------
@@ -221,6 +229,13 @@ def test_kernels_read_the_rows_that_are_there(dtype, b, d, room):
     for i, count in enumerate(counts):
         expected[i, count : count + b] = np.asarray(x[i], np.float32)
     np.testing.assert_array_equal(np.asarray(longer, np.float32), expected)
+    lanes = jnp.array([2, 0])
+    right = jnp.asarray(rng.standard_normal((3, most, 7)), jnp.float32)
+    right = jnp.where(there[..., None], right, jnp.nan)
+    right = right.astype(dtype)
+    sums = jax.vmap(lambda lane, count: rows.total(left, right, lane, count))(lanes, jnp.asarray(counts)[lanes])
+    paired = np.where(there[..., None], np.asarray(right, np.float64), 0)
+    np.testing.assert_allclose(sums, (known.transpose(0, 2, 1) @ paired)[[2, 0]], **tolerance)
     np.testing.assert_array_equal(np.asarray(jax.vmap(rows.added)(left, x, jnp.asarray(counts)), np.float32), expected)
 
 

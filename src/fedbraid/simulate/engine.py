@@ -24,7 +24,7 @@ from fedbraid.local import ClientData, LocalWork
 from fedbraid.simulate.arrival import Arrival, everyone
 from fedbraid.simulate.convolutions import Convolutions, with_convolutions
 from fedbraid.simulate.devices import AXIS, replicated
-from fedbraid.simulate.grown import Matrices, grow
+from fedbraid.simulate.grown import Matrices, extent_of, grow
 from fedbraid.simulate.plan import Plan, Slots
 from fedbraid.simulate.precision import Precision, with_precision
 
@@ -170,7 +170,8 @@ class _Bench(NamedTuple):
     key: Any
     arrays: PyTree
     cap: int
-    alike: int = 0  # as in a plan
+    alike: int = 0  # these two as in a plan
+    usual: int = 0
     matrices: Matrices = "auto"
 
     def data(self, slots: Slots, slot: Any) -> ClientData:
@@ -239,11 +240,11 @@ def _fold_on_lanes(
         fresh = jax.vmap(partial(start, states))(following), jnp.zeros_like(lane)
         if ticks is None:
             where = jnp.minimum(lane, len(running) - 1)  # where fewer end together, some are read twice
-            ended = at((rest, rows, k), where)
+            ended = at(rest, where), growth.matrices_on(rows, where, k[where])
             lanes = put(running, lane, following), put(k, lane, fresh[1]), put(rest, lane, fresh[0]), rows
         else:  # all lanes, in order
-            ended, lanes = (rest, rows, k), (following, fresh[1], fresh[0], rows)
-        ended = jax.vmap(partial(growth.carry, full=ticks is not None))(*ended)
+            ended, lanes = (rest, growth.matrices(rows)), (following, fresh[1], fresh[0], rows)
+        ended = jax.vmap(growth.carry)(*ended)
         real, known = slot < many, jnp.minimum(slot, many - 1)
         if last:
             few = jax.vmap(partial(outcome, states))(known, ended)
@@ -254,8 +255,8 @@ def _fold_on_lanes(
 
     many, width = len(slots.ids), len(table.first)
     slot, k = table.first[0], jnp.int32(0)
-    most = int(fold.batches.count(np.int64(bench.alike or bench.cap)))
-    growth = grow(partial(begin, states), advance, (slot, k), most=most, lanes=width, how=bench.matrices)
+    extent = extent_of(fold, bench.alike or bench.cap, bench.usual, width)
+    growth = grow(partial(begin, states), advance, (slot, k), extent, bench.matrices)
     lanes = (
         table.first,
         jnp.zeros_like(table.first),
@@ -308,7 +309,7 @@ def make_engine(
         gather = exchange.reducer.gather
 
         def on_device(down: PyTree, arrays: PyTree, slots: Slots, states: PyTree, key: Any) -> tuple[Tally, PyTree]:
-            bench = _Bench(exchange, arrival, down, key, arrays, cap, plan.alike, matrices)
+            bench = _Bench(exchange, arrival, down, key, arrays, cap, plan.alike, plan.usual, matrices)
 
             def run(slot: Any, state: PyTree) -> Outcome:
                 work_key = address.client_key(key, slots.ids[slot])

@@ -77,12 +77,24 @@ class Site:
             from fedbraid.models.kernels.grown import empty as room
         return Rows(room((lanes, self.most, long), self.dtype), room((lanes, self.most, short), self.start.dtype))
 
-    def added(self, rows: Rows, count: Array, full: bool) -> Array:
-        """What was added to the start."""
-        left, right = rows if full else _known(rows, count)
-        total = jnp.matmul(left.T, right.astype(left.dtype), preferred_element_type=self.start.dtype)
-        total = lax.optimization_barrier(total)  # several read it, and the compiler would compute it for each
-        return total.T if self.turned else total
+    def added(self, rows: Rows) -> Array:
+        """What all of some rows add to the start."""
+        first, second = self._factors(rows)
+        total = jnp.matmul(first.T, second, preferred_element_type=self.start.dtype)
+        return lax.optimization_barrier(total)  # several read it, and the compiler would compute it for each
+
+    def added_on(self, rows: Rows, lane: Array, count: Array) -> Array:
+        """What the first rows on one of several lanes add to the start."""
+        if not kernels.available():
+            return self.added(_known(Rows(*(a[lane] for a in rows)), count))
+        from fedbraid.models.kernels.grown import total
+
+        return total(*self._factors(rows), lane, count)
+
+    def _factors(self, rows: Rows) -> tuple[Array, Array]:
+        """Rows of the first axis and of the second."""
+        left, right = rows.left, rows.right.astype(rows.left.dtype)
+        return (right, left) if self.turned else (left, right)
 
 
 def _known(rows: Rows, count: Array) -> Rows:
@@ -107,25 +119,47 @@ class Growth:
         grown = {site.leaf for site in self.sites}
         return [leaf for i, leaf in enumerate(jax.tree.leaves(carry)) if i not in grown]
 
-    def carry(self, rest: list[Array], rows: tuple[Rows, ...], k: Array, *, full: bool) -> PyTree:
-        """The carry after ``k`` steps; ``full`` says that there is no room for more."""
+    def matrices(self, rows: tuple[Rows, ...]) -> list[Array]:
+        """The matrices on all lanes, which have no room for more rows."""
+        return [site.start + jax.vmap(site.added)(each) for site, each in zip(self.sites, rows, strict=True)]
+
+    def matrices_on(self, rows: tuple[Rows, ...], lane: Array, k: Array) -> list[Array]:
+        """The matrices on some lanes, after ``k`` steps."""
+        return [
+            site.start + jax.vmap(partial(site.added_on, each))(lane, k * site.rows)
+            for site, each in zip(self.sites, rows, strict=True)
+        ]
+
+    def carry(self, rest: list[Array], matrices: list[Array]) -> PyTree:
+        """One client's carry, whole."""
         leaves = list(rest)
-        for site, each in zip(self.sites, rows, strict=True):
-            leaves.insert(site.leaf, site.start + site.added(each, k * site.rows, full))
+        for site, matrix in zip(self.sites, matrices, strict=True):
+            leaves.insert(site.leaf, matrix)
         return jax.tree.unflatten(self.tree, leaves)
 
 
-def grow(
-    begin: Callable, advance: Callable, example: tuple, *, most: int, lanes: int, how: Matrices = "auto"
-) -> Growth:
+class Extent(NamedTuple):
+    """How far matrices grow."""
+
+    most: int  # steps of the longest client
+    usual: int  # of the client that a step belongs to, on average
+    lanes: int  # clients at a time
+
+
+def extent_of(fold: Fold, most: int, usual: int, lanes: int) -> Extent:
+    """Of a fold, by the examples of the longest client and of a usual one (0: as many)."""
+    longest, middle = (int(fold.batches.count(np.int64(n))) for n in (most, usual or most))
+    return Extent(longest, middle, lanes)
+
+
+def grow(begin: Callable, advance: Callable, example: tuple, extent: Extent, how: Matrices = "auto") -> Growth:
     """Which matrices of a fold's carry grow by rows, and its step with these.
 
     Args:
         begin: (slot) -> carry.
         advance: (slot, k, carry) -> carry, one step of one client.
         example: slot and k, of the right types.
-        most: steps of the longest client.
-        lanes: clients at a time.
+        extent: how many steps clients take, and how many clients do at a time.
         how: "auto" by what memory traffic it spares on a GPU, "grown" wherever it can be done, "whole" nowhere.
     """
     opening, carry = jax.make_jaxpr(begin, return_shape=True)(example[0])
@@ -135,12 +169,12 @@ def grow(
         return jax.tree.leaves(advance(slot, k, jax.tree.unflatten(tree, leaves))), rows
 
     wanted = how == "grown" or (how == "auto" and kernels.available())
-    candidates = {i: start for i, start in _shared(opening).items() if wanted and _may(avals[i], lanes, how)}
+    candidates = {i: start for i, start in _shared(opening).items() if wanted and _may(avals[i], extent, how)}
     if not candidates:
         return Growth(tree, (), plainly)
     step = jax.make_jaxpr(lambda slot, k, *leaves: plainly(slot, k, list(leaves))[0])(*example, *avals)
     while True:
-        found = _rehearse(step, example, avals, candidates, most, lanes, how)
+        found = _rehearse(step, example, avals, candidates, extent, how)
         if found.keys() == candidates.keys():
             break
         candidates = {i: candidates[i] for i in found}  # those left may have been looked at by the others
@@ -159,9 +193,8 @@ def explain_growth(alg: Algorithm, params: PyTree, split: Split, plan: Plan, how
             lambda _: fold.begin(down, state, key),
             lambda _, k, carry: fold.advance(carry, k, down, data, key),
             (jnp.int32(0), jnp.int32(0)),
-            most=int(fold.batches.count(np.int64(plan.alike or data.cap))),
-            lanes=plan.chunk,
-            how=how,
+            extent_of(fold, plan.alike or data.cap, plan.usual, plan.chunk),
+            how,
         )
         paths = jax.tree_util.tree_leaves_with_path(jax.eval_shape(fold.begin, down, state, key))
         for site in growth.sites:
@@ -184,17 +217,22 @@ def _shared(opening: ClosedJaxpr) -> dict[int, Array]:
     return {i: known[v] for i, v in outputs if not isinstance(v, Constant) and v in known}
 
 
-def _may(aval: Any, lanes: int, how: Matrices) -> bool:
+def _may(aval: Any, extent: Extent, how: Matrices) -> bool:
     """Whether a leaf can be worth it, however few its rows."""
     matrix = aval.ndim == 2 and jnp.issubdtype(aval.dtype, jnp.floating)
-    return matrix and (how == "grown" or (aval.dtype == jnp.float32 and lanes * aval.size * 16 > WORTH))
+    return matrix and (how == "grown" or (aval.dtype == jnp.float32 and extent.lanes * aval.size * 16 > WORTH))
 
 
-def _pays(site: Site, lanes: int) -> bool:
-    """Whether rows are less to move than the matrix: read twice and rewritten once a step, by every client."""
-    whole = 4 * site.start.size * site.start.dtype.itemsize
-    rows = (site.most + 4 * site.rows) * max(site.start.shape) * jnp.dtype(site.dtype).itemsize
-    return lanes * (whole - rows) > WORTH and rows < 2 / 3 * whole
+def _pays(site: Site, extent: Extent) -> bool:
+    """Whether rows are less to move than the matrix: read twice and rewritten once a step, by every client.
+
+    Rows are read twice too, half of a client's on average. For the sake of a few long clients the room for rows may be
+    larger than the matrix, but not by much.
+    """
+    matrix = site.start.size * site.start.dtype.itemsize
+    row = max(site.start.shape) * jnp.dtype(site.dtype).itemsize
+    moved = site.rows * (extent.usual + 4) * row
+    return extent.lanes * (4 * matrix - moved) > WORTH and moved < 2 / 3 * 4 * matrix and site.most * row <= 8 * matrix
 
 
 # --- following a step ------------------------------------------------------------------------------------------------
@@ -281,7 +319,7 @@ class _Sum:
         site = self.leaf.site
         part = site.start * self.base
         if self.old is not None:
-            part = part + self.old * site.added(self.leaf.rows, self.leaf.count, full=False)
+            part = part + self.old * site.added(_known(self.leaf.rows, self.leaf.count))
         return total + (part.T if self.turned else part)
 
 
@@ -324,7 +362,7 @@ def _added(leaf: _Leaf, value: _Sum) -> Rows:
 
 
 def _rehearse(
-    step: ClosedJaxpr, example: tuple, avals: list, candidates: dict[int, Array], most: int, lanes: int, how: Matrices
+    step: ClosedJaxpr, example: tuple, avals: list, candidates: dict[int, Array], extent: Extent, how: Matrices
 ) -> dict[int, Site]:
     """Those of the candidates that a step leaves as sums, with what it adds to them; nothing is computed."""
     found: dict[int, Site] = {}
@@ -344,8 +382,8 @@ def _rehearse(
                 continue
             rows = sum(pair.a.shape[0] for pair in value.new)
             half = all(pair.half for pair in value.new) and kernels.available()
-            site = replace(site, rows=rows, most=rows * most, dtype=jnp.bfloat16 if half else site.dtype)
-            if how == "grown" or _pays(site, lanes):
+            site = replace(site, rows=rows, most=rows * extent.most, dtype=jnp.bfloat16 if half else site.dtype)
+            if how == "grown" or _pays(site, extent):
                 found[site.leaf] = site
 
     jax.eval_shape(run, *example, *(aval for i, aval in enumerate(avals) if i not in candidates))

@@ -57,6 +57,7 @@ class Plan(NamedTuple):
     cohort: int
     chunk: int  # clients in one vmap, or lanes; 1 in the sequential plan
     alike: int = 0  # examples of some client, where all take the same number of steps and so end together
+    usual: int = 0  # examples of the client that an example belongs to, on average; 0 where nobody asks
 
     @property
     def slots(self) -> int:
@@ -237,7 +238,8 @@ def choose_plan(
             chunk = -(-share // -(-share // chunk))
         elif kind == "lanes":
             chunk = min(chunk, max(LANES, share // 4))
-    return Plan(kind, devices, cohort, min(int(chunk), share), alike)
+    usual = round(float(np.sum(np.square(split.sizes, dtype=float)) / np.sum(split.sizes))) if kind == "lanes" else 0
+    return Plan(kind, devices, cohort, min(int(chunk), share), alike, usual)
 
 
 def _alike(alg: Algorithm, split: Split) -> int:

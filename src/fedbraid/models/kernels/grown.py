@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as gpu
 
 from fedbraid.models.kernels import interpreted
 
-__all__ = ["added", "empty", "inner", "outer"]
+__all__ = ["added", "empty", "inner", "outer", "total"]
 
 Array = jax.Array
 COPIED = 2048  # values of a row that one program of `added` copies
@@ -43,12 +43,12 @@ def _block(n: int) -> int:
     return max(1 << (n - 1).bit_length(), 16)
 
 
-def _load(ref, rows: Array, columns: Array, height, width: int) -> Array:
+def _load(ref, rows: Array, columns: Array, height, width: int, *, at: tuple = ()) -> Array:
     """ref[rows][:, columns], zero beyond ``height`` and ``width``."""
     shape = (rows.shape[0], columns.shape[0])
     mask = jnp.broadcast_to((rows < height)[:, None] & (columns < width)[None, :], shape)
     rows, columns = jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape)
-    return gpu.load(ref.at[rows, columns], mask=mask, other=0.0)
+    return gpu.load(ref.at[(*at, rows, columns)], mask=mask, other=0.0)
 
 
 def _store(ref, rows: Array, columns: Array, height, width: int, values: Array, *, at: tuple = ()) -> None:
@@ -138,6 +138,34 @@ def _outer_kernel(count_ref, start_ref, h_ref, left_ref, out_ref, *, t: Tiles, b
     start = _load(start_ref, batch, columns, b, d).astype(jnp.float32)
     total = lax.fori_loop(0, lax.div(count + t.rows - 1, t.rows), step, start)
     _store(out_ref, batch, columns, b, d, total)
+
+
+def total(left: Array, right: Array, lane: Array, count: Array) -> Array:
+    """``left[lane]' right[lane]`` [d, o] of the first ``count`` rows, of left [lanes, R, d] and right [lanes, R, o]."""
+    (_, _, d), o = left.shape, right.shape[2]
+    columns, width = min(_block(d), 128), min(_block(o), 128)
+    return pl.pallas_call(
+        partial(_total_kernel, d=d, o=o, columns=columns, width=width),
+        grid=(-(-d // columns), -(-o // width)),
+        out_shape=jax.ShapeDtypeStruct((d, o), jnp.float32),
+        compiler_params=gpu.CompilerParams(num_warps=4, num_stages=3),
+        interpret=interpreted(),
+        name="grown_total",
+    )(jnp.stack([lane, count]), left, right)
+
+
+def _total_kernel(which_ref, left_ref, right_ref, out_ref, *, d: int, o: int, columns: int, width: int):
+    lane, count = which_ref[0], which_ref[1]
+    i, j = pl.program_id(0) * columns + jnp.arange(columns), pl.program_id(1) * width + jnp.arange(width)
+
+    def step(block, total):
+        rows = block * 32 + jnp.arange(32)
+        left = _load(left_ref, rows, i, count, d, at=(lane,))
+        right = _load(right_ref, rows, j, count, o, at=(lane,))
+        return total + jnp.dot(left.T, right, preferred_element_type=jnp.float32)
+
+    zero = jnp.zeros((columns, width), jnp.float32)
+    _store(out_ref, i, j, d, o, lax.fori_loop(0, lax.div(count + 31, 32), step, zero))
 
 
 def added(left: Array, rows: Array, count: Array, after: tuple[Array, ...] = ()) -> Array:
