@@ -152,11 +152,17 @@ def scanned(w, x, start):
     return w - 0.1 * x.T @ outputs(y)
 
 
+def mixed(w, x, start):
+    """A product of halves, summed in singles."""
+    y, x = outputs(x @ w).astype(jnp.bfloat16), x.astype(jnp.bfloat16)
+    return w - 0.1 * jnp.matmul(x.T, y, preferred_element_type=w.dtype)
+
+
 def frozen(w, x, start):
     return w + 0 * jnp.sum(x)
 
 
-@pytest.mark.parametrize("step", [momentum, clipped, decayed, looked_at, rounded, scanned, frozen])
+@pytest.mark.parametrize("step", [momentum, clipped, decayed, looked_at, rounded, scanned, mixed, frozen])
 def test_a_matrix_that_is_seen_otherwise_stays_whole(step):
     rng = np.random.default_rng(0)
     w, inputs = rng.standard_normal((7, 4)).astype(np.float32), rng.standard_normal((3, 2, 7)).astype(np.float32)

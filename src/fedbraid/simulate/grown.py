@@ -244,7 +244,7 @@ class _Pair:
 
     a: Array
     b: Array
-    half: bool  # whether its factors may be rounded to bfloat16
+    precision: Any  # that its product was asked for
     seen: list[bool]  # of this product, whether it had to be computed after all
 
     def scaled(self, by: Any) -> _Pair:
@@ -287,7 +287,7 @@ class _Sum:
         return isinstance(self.old, float) and self.old == 1
 
     def transposed(self) -> _Sum:
-        new = [_Pair(pair.b, pair.a, pair.half, pair.seen) for pair in self.new]
+        new = [replace(pair, a=pair.b, b=pair.a) for pair in self.new]
         return replace(self, shape=self.shape[::-1], new=new, turned=not self.turned)
 
     def scaled(self, by: Any) -> _Sum | None:
@@ -312,7 +312,7 @@ class _Sum:
         total: Any = 0
         for pair in self.new:
             pair.seen.append(True)
-            total = total + pair.a.T @ pair.b
+            total = total + jnp.matmul(pair.a.T, pair.b, precision=pair.precision)
         if self.leaf is None:
             return total
         self.leaf.seen = True
@@ -381,7 +381,7 @@ def _rehearse(
             if value.old is None or not value.new or any(any(pair.seen) for pair in value.new):
                 continue
             rows = sum(pair.a.shape[0] for pair in value.new)
-            half = all(pair.half for pair in value.new) and kernels.available()
+            half = all(_half(pair.precision) for pair in value.new) and kernels.available()
             site = replace(site, rows=rows, most=rows * extent.most, dtype=jnp.bfloat16 if half else site.dtype)
             if how == "grown" or _pays(site, extent):
                 found[site.leaf] = site
@@ -490,8 +490,10 @@ def _pair(shapes: set, equation, a, b) -> _Sum | None:
     (first, second), precision = contracting, equation.params["precision"]
     if any(batch) or len(first) != 1 or a.ndim != 2 or b.ndim != 2 or shape not in shapes or _exact(precision):
         return None
+    if not a.dtype == b.dtype == equation.outvars[0].aval.dtype:
+        return None
     a, b = (m if axis == 0 else m.T for m, axis in zip((a, b), (first[0], second[0]), strict=True))
-    return _Sum(shape, None, 0, None, [_Pair(a, b, _half(precision), [])])
+    return _Sum(shape, None, 0, None, [_Pair(a, b, precision, [])])
 
 
 def _product(equation, a, b) -> Array | None:
