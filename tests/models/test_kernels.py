@@ -335,11 +335,9 @@ def test_kernels_lower_for_a_gpu(monkeypatch):
 
     def grown_step(x, left, h, count):
         meets, left = jax.vmap(grown.inner)(x, left, count)
-        return (
-            meets,
-            jax.vmap(grown.outer)(x, h, jax.vmap(grown.added)(left, x, count), count),
-            grown.empty((3,), x.dtype),
-        )
+        left = jax.vmap(grown.added)(left, x, count)
+        sums = jax.vmap(lambda lane: grown.total(left, left, lane, lane))(count)
+        return meets, jax.vmap(grown.outer)(x, h, left, count), sums, grown.empty((3,), x.dtype)
 
     def shape(*sizes, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(sizes, dtype)

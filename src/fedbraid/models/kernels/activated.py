@@ -28,6 +28,7 @@ from jax.experimental.pallas import triton as gpu
 from fedbraid.models.kernels import convolution as plain
 from fedbraid.models.kernels import interpreted
 from fedbraid.models.kernels.convolution import Geometry, Pair, convolve
+from fedbraid.models.kernels.tiles import power
 from fedbraid.models.transposable import computed_by, linear
 
 __all__ = ["convolve_relu", "convolve_relu_pool", "pools"]
@@ -258,7 +259,7 @@ def _grid(geometry: Geometry) -> Pair:
 
 def _blocks(n: int, most: int) -> tuple[int, int]:
     """The size of a block of channels, a power of two, and how many there are."""
-    size = plain._power(n, 16, most)
+    size = power(n, 16, most)
     return size, -(-n // size)
 
 

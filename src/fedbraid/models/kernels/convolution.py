@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as gpu
 
 from fedbraid.models.kernels import interpreted, precision, stored
+from fedbraid.models.kernels.tiles import load, power
 from fedbraid.models.transposable import computed_by, linear
 
 __all__ = ["Geometry", "convolve", "pays"]
@@ -68,8 +69,8 @@ def pays(x: Array | jax.ShapeDtypeStruct, kernel: Array | jax.ShapeDtypeStruct) 
 def _tiles(channels: int, window: Pair, out: int, positions: int) -> Tiles:
     """The cut that was fastest of those tried on an H200, with 1 to 64 channels."""
     places = math.prod(window) * channels  # with few channels a block takes several places of the window
-    inner = _power(places, 16, 64) if channels < 16 else 32 if channels % 32 == 0 else 16
-    outer = _power(out, 16, 64)
+    inner = power(places, 16, 64) if channels < 16 else 32 if channels % 32 == 0 else 16
+    outer = power(out, 16, 64)
     return Tiles(positions, inner, outer, warps=4 if outer == 64 else 2, stages=3 if channels >= 16 else 1)
 
 
@@ -77,11 +78,6 @@ def _gradient_tiles(channels: int, window: Pair, out: int) -> Tiles:
     if channels < 16:  # little to multiply: many small programs, which wait for memory at the same time
         return _tiles(channels, window, out, 32)._replace(warps=2, stages=2, split=16)
     return _tiles(channels, window, out, 64)._replace(warps=4, stages=2)
-
-
-def _power(n: int, least: int, most: int) -> int:
-    """The power of two from ``least`` to ``most`` that covers n, or ``most``."""
-    return min(max(1 << (n - 1).bit_length(), least), most)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -233,7 +229,7 @@ def _forward_kernel(x_ref, k_ref, *refs, size, geometry, t, shape):
 
     def step(i, total):
         windows = _gather(x_ref, size, geometry, places, i, t.inner, channels)
-        weights = _rows(k_ref, o, i * t.inner + jnp.arange(t.inner), out, depth)
+        weights = load(k_ref, o, i * t.inner + jnp.arange(t.inner), out, depth)
         return total + jnp.dot(windows, weights.T, preferred_element_type=jnp.float32)
 
     total = lax.fori_loop(0, -(-depth // t.inner), step, jnp.zeros((t.positions, t.outer), jnp.float32))
@@ -243,14 +239,6 @@ def _forward_kernel(x_ref, k_ref, *refs, size, geometry, t, shape):
     at = first + jnp.arange(t.positions)
     rows, columns = jnp.broadcast_to(at[:, None], total.shape), jnp.broadcast_to(o[None, :], total.shape)
     gpu.store(y_ref.at[rows, columns], total.astype(y_ref.dtype), mask=places.real[:, None] & (o < out)[None, :])
-
-
-def _rows(ref, rows, columns, height: int, width: int) -> Array:
-    """ref[rows][:, columns], zero beyond its edges."""
-    shape = (rows.shape[0], columns.shape[0])
-    mask = jnp.broadcast_to((rows < height)[:, None] & (columns < width)[None, :], shape)
-    rows, columns = jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape)
-    return gpu.load(ref.at[rows, columns], mask=mask, other=0.0)
 
 
 def _kernel_gradient(
@@ -288,7 +276,7 @@ def _kernel_gradient_kernel(x_ref, dy_ref, *refs, size, geometry, t, shape):
         bias, totals = carry
         first = (share * rounds + i) * t.positions
         places = _places(first, t.positions, images, geometry)
-        dy, *gate = (_rows(r, first + jnp.arange(t.positions), o, positions, out) for r in (dy_ref, *gate_ref))
+        dy, *gate = (load(r, first + jnp.arange(t.positions), o, positions, out) for r in (dy_ref, *gate_ref))
         dy = dy.astype(jnp.float32)
         for values in gate:
             dy = jnp.where(values > 0, dy, 0.0)

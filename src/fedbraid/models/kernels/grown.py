@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as gpu
 
 from fedbraid.models.kernels import interpreted
+from fedbraid.models.kernels.tiles import load, power, store
 
 __all__ = ["added", "empty", "inner", "outer", "total"]
 
@@ -37,24 +38,6 @@ class Tiles(NamedTuple):
 # By the bytes of a value: the fastest of those tried on an H200, over 0 to 180 rows of 9,216 columns.
 INNER = {2: Tiles(rows=32, columns=128, warps=4, stages=3, split=6), 4: Tiles(32, 64, warps=4, stages=3, split=4)}
 OUTER = {2: Tiles(rows=64, columns=128, warps=4, stages=2), 4: Tiles(rows=16, columns=256, warps=4, stages=4)}
-
-
-def _block(n: int) -> int:
-    return max(1 << (n - 1).bit_length(), 16)
-
-
-def _load(ref, rows: Array, columns: Array, height, width: int, *, at: tuple = ()) -> Array:
-    """ref[rows][:, columns], zero beyond ``height`` and ``width``."""
-    shape = (rows.shape[0], columns.shape[0])
-    mask = jnp.broadcast_to((rows < height)[:, None] & (columns < width)[None, :], shape)
-    rows, columns = jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape)
-    return gpu.load(ref.at[(*at, rows, columns)], mask=mask, other=0.0)
-
-
-def _store(ref, rows: Array, columns: Array, height, width: int, values: Array, *, at: tuple = ()) -> None:
-    mask = jnp.broadcast_to((rows < height)[:, None] & (columns < width)[None, :], values.shape)
-    rows, columns = jnp.broadcast_to(rows[:, None], values.shape), jnp.broadcast_to(columns[None, :], values.shape)
-    gpu.store(ref.at[(*at, rows, columns)], values.astype(ref.dtype), mask=mask)
 
 
 def empty(shape: tuple[int, ...], dtype) -> Array:
@@ -93,22 +76,22 @@ def inner(x: Array, left: Array, count: Array, tiles: Tiles | None = None) -> tu
 def _inner_kernel(count_ref, x_ref, left_ref, out_ref, new_ref, *, t: Tiles, b: int, d: int):
     block, share = pl.program_id(0), pl.program_id(1)
     count, height = count_ref[0], out_ref.shape[2]
-    batch, rows = jnp.arange(_block(b)), block * t.rows + jnp.arange(t.rows)
+    batch, rows = jnp.arange(power(b)), block * t.rows + jnp.arange(t.rows)
     blocks = -(-d // (t.columns * t.split))
 
     def columns(i):
         return (share * blocks + i) * t.columns + jnp.arange(t.columns)
 
     def meet(i, total):
-        x, left = _load(x_ref, batch, columns(i), b, d), _load(left_ref, rows, columns(i), count, d)
+        x, left = load(x_ref, batch, columns(i), b, d), load(left_ref, rows, columns(i), count, d)
         return total + jnp.dot(x, left.T, preferred_element_type=jnp.float32)
 
     def write(i, _):  # by programs of their own: a loop that also wrote would wait for each load
-        _store(new_ref, count + batch, columns(i), count + b, d, _load(x_ref, batch, columns(i), b, d))
+        store(new_ref, count + batch, columns(i), count + b, d, load(x_ref, batch, columns(i), b, d))
 
     zero = jnp.zeros((batch.shape[0], t.rows), jnp.float32)
     total = lax.fori_loop(0, blocks * lax.clamp(0, count - block * t.rows, 1), meet, zero)
-    _store(out_ref, batch, rows, b, height, total, at=(share,))
+    store(out_ref, batch, rows, b, height, total, at=(share,))
     lax.fori_loop(0, blocks * lax.clamp(0, block + 1 - -(-height // t.rows), 1), write, None)
 
 
@@ -127,23 +110,23 @@ def outer(start: Array, h: Array, left: Array, count: Array, tiles: Tiles | None
 
 
 def _outer_kernel(count_ref, start_ref, h_ref, left_ref, out_ref, *, t: Tiles, b: int, d: int):
-    columns, batch = pl.program_id(0) * t.columns + jnp.arange(t.columns), jnp.arange(_block(b))
+    columns, batch = pl.program_id(0) * t.columns + jnp.arange(t.columns), jnp.arange(power(b))
     count = count_ref[0]
 
     def step(i, total):
         rows = i * t.rows + jnp.arange(t.rows)
-        h, left = _load(h_ref, batch, rows, b, count), _load(left_ref, rows, columns, count, d)
+        h, left = load(h_ref, batch, rows, b, count), load(left_ref, rows, columns, count, d)
         return total + jnp.dot(h, left, preferred_element_type=jnp.float32)
 
-    start = _load(start_ref, batch, columns, b, d).astype(jnp.float32)
+    start = load(start_ref, batch, columns, b, d).astype(jnp.float32)
     total = lax.fori_loop(0, lax.div(count + t.rows - 1, t.rows), step, start)
-    _store(out_ref, batch, columns, b, d, total)
+    store(out_ref, batch, columns, b, d, total)
 
 
 def total(left: Array, right: Array, lane: Array, count: Array) -> Array:
     """``left[lane]' right[lane]`` [d, o] of the first ``count`` rows, of left [lanes, R, d] and right [lanes, R, o]."""
     (_, _, d), o = left.shape, right.shape[2]
-    columns, width = min(_block(d), 128), min(_block(o), 128)
+    columns, width = power(d, most=128), power(o, most=128)
     return pl.pallas_call(
         partial(_total_kernel, d=d, o=o, columns=columns, width=width),
         grid=(-(-d // columns), -(-o // width)),
@@ -160,12 +143,12 @@ def _total_kernel(which_ref, left_ref, right_ref, out_ref, *, d: int, o: int, co
 
     def step(block, total):
         rows = block * 32 + jnp.arange(32)
-        left = _load(left_ref, rows, i, count, d, at=(lane,))
-        right = _load(right_ref, rows, j, count, o, at=(lane,))
+        left = load(left_ref, rows, i, count, d, at=(lane,))
+        right = load(right_ref, rows, j, count, o, at=(lane,))
         return total + jnp.dot(left.T, right, preferred_element_type=jnp.float32)
 
     zero = jnp.zeros((columns, width), jnp.float32)
-    _store(out_ref, i, j, d, o, lax.fori_loop(0, lax.div(count + 31, 32), step, zero))
+    store(out_ref, i, j, d, o, lax.fori_loop(0, lax.div(count + 31, 32), step, zero))
 
 
 def added(left: Array, rows: Array, count: Array, after: tuple[Array, ...] = ()) -> Array:
@@ -175,7 +158,7 @@ def added(left: Array, rows: Array, count: Array, after: tuple[Array, ...] = ())
     knows that nobody needs the old one any more, and makes no copy.
     """
     b, d = rows.shape
-    width = min(_block(d), COPIED)
+    width = power(d, most=COPIED)
     return pl.pallas_call(
         partial(_added_kernel, d=d, width=width),
         grid=(b, -(-d // width)),

@@ -1,0 +1,34 @@
+"""Tiles of matrices in a kernel: their sizes, and reading and writing them up to the edges."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as gpu
+
+__all__ = ["load", "power", "store"]
+
+Array = jax.Array
+
+
+def power(n: int, least: int = 16, most: int = 1 << 30) -> int:
+    """The power of two from ``least`` to ``most`` that covers n, or ``most``."""
+    return min(max(1 << (n - 1).bit_length(), least), most)
+
+
+def load(ref, rows: Array, columns: Array, height, width: int, *, at: tuple = ()) -> Array:
+    """ref[at][rows][:, columns], zero from ``height`` and ``width`` on."""
+    rows, columns, inside = _places(rows, columns, height, width)
+    return gpu.load(ref.at[(*at, rows, columns)], mask=inside, other=0.0)
+
+
+def store(ref, rows: Array, columns: Array, height, width: int, values: Array, *, at: tuple = ()) -> None:
+    """ref[at][rows][:, columns] = values, but nothing from ``height`` and ``width`` on."""
+    rows, columns, inside = _places(rows, columns, height, width)
+    gpu.store(ref.at[(*at, rows, columns)], values.astype(ref.dtype), mask=inside)
+
+
+def _places(rows: Array, columns: Array, height, width: int) -> tuple[Array, Array, Array]:
+    shape = (rows.shape[0], columns.shape[0])
+    inside = jnp.broadcast_to((rows < height)[:, None] & (columns < width)[None, :], shape)
+    return jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape), inside
