@@ -245,6 +245,47 @@ def test_kernels_read_the_rows_that_are_there(dtype, b, d, room):
     np.testing.assert_array_equal(np.asarray(jax.vmap(rows.added)(left, x, jnp.asarray(counts)), np.float32), expected)
 
 
+def test_kernels_write_no_further_than_there_is_room(monkeypatch):
+    """A step may multiply a larger batch than the one that it adds; what follows in memory is another client's.
+
+    A kernel that is interpreted drops what a GPU would write there, so such writes are made to show.
+    """
+    store = rows.gpu.store
+
+    def visibly(ref, value, *, mask):
+        *before, row, column = ref.transforms[0].indices
+        store(ref, value, mask=mask)
+        first = ref.ref.at[(*before, jnp.zeros_like(row), column)]
+        store(first, jnp.full_like(value, jnp.nan), mask=mask & (row >= ref.ref.shape[-2]))
+
+    monkeypatch.setattr(rows.gpu, "store", visibly)
+    x, left = jnp.ones((3, 5, 40)), jnp.zeros((3, 8, 40))
+    counts = jnp.array([6, 8, 0])
+    expected = np.zeros((3, 8, 40))
+    expected[0, 6:] = expected[2, :5] = 1
+    np.testing.assert_array_equal(jax.vmap(rows.inner)(x, left, counts)[1], expected)
+    np.testing.assert_array_equal(jax.vmap(rows.added)(left, x, counts), expected)
+
+
+def larger(w, x, start):
+    """Looks at twice the batch on the way, the larger one last."""
+    y = outputs(x @ w)
+    seen = outputs(jnp.concatenate([x, 2 * x]) @ w)
+    return w - 0.1 * x.T @ (y + 0.1 * seen.sum())
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_step_may_multiply_more_than_it_adds(on_gpu, monkeypatch):
+    monkeypatch.setattr(kernels, "available", lambda: on_gpu)
+    rng = np.random.default_rng(0)
+    w, inputs = rng.standard_normal((7, 4)).astype(np.float32), rng.standard_normal((3, 2, 7)).astype(np.float32)
+    found, grew = walk(larger, w, inputs)
+    assert grew == {0: 2}
+    for x in inputs:
+        w = w - 0.1 * x.T @ (np.tanh(x @ w) + 0.1 * np.tanh(np.concatenate([x, 2 * x]) @ w).sum())
+    np.testing.assert_allclose(found, w, rtol=1e-5, atol=1e-5)
+
+
 # --- whole runs ------------------------------------------------------------------------------------------------------
 
 BATCH = 17  # more than the few rows for which a CPU has another way

@@ -37,7 +37,7 @@ from fedbraid.local import ClientData, Fold, LocalWork
 from fedbraid.models import kernels
 from fedbraid.simulate.plan import Plan
 
-__all__ = ["MATRICES", "Growth", "Matrices", "explain_growth", "grow"]
+__all__ = ["MATRICES", "Extent", "Growth", "Matrices", "explain_growth", "extent_of", "grow"]
 
 PyTree = Any
 Array = Any
@@ -329,7 +329,8 @@ def _whole(value: Any) -> Array:
 
 def _step(step: ClosedJaxpr, sites: tuple[Site, ...], slot, k, rest, rows):
     """One step of one client, with rows added to its matrices."""
-    leaves = [_Leaf(site, each, k * site.rows) for site, each in zip(sites, rows, strict=True)]
+    # a lane whose queue is empty goes on with a client that has ended, and nobody asks for the result
+    leaves = [_Leaf(s, each, jnp.minimum(k * s.rows, s.most)) for s, each in zip(sites, rows, strict=True)]
     outputs = _follow_step(step, slot, k, rest, leaves)
     after = tuple(_added(leaf, outputs.pop(leaf.site.leaf - i)) for i, leaf in enumerate(leaves))
     return [_whole(value) for value in outputs], after

@@ -54,7 +54,7 @@ def empty(shape: tuple[int, ...], dtype) -> Array:
 def inner(x: Array, left: Array, count: Array, tiles: Tiles | None = None) -> tuple[Array, Array]:
     """``x left'`` [b, R] of x [b, d] with the first ``count`` rows of left, zero for the others.
 
-    Also left itself, with x written behind its first ``count`` rows, in place.
+    Also left itself, with x written behind its first ``count`` rows, in place, as far as there is room.
     """
     (b, d), rows = x.shape, left.shape[0]
     tiles = tiles or INNER[left.dtype.itemsize]
@@ -87,7 +87,8 @@ def _inner_kernel(count_ref, x_ref, left_ref, out_ref, new_ref, *, t: Tiles, b: 
         return total + jnp.dot(x, left.T, preferred_element_type=jnp.float32)
 
     def write(i, _):  # by programs of their own: a loop that also wrote would wait for each load
-        store(new_ref, count + batch, columns(i), count + b, d, load(x_ref, batch, columns(i), b, d))
+        end = jnp.minimum(count + b, height)
+        store(new_ref, count + batch, columns(i), end, d, load(x_ref, batch, columns(i), b, d))
 
     zero = jnp.zeros((batch.shape[0], t.rows), jnp.float32)
     total = lax.fori_loop(0, blocks * lax.clamp(0, count - block * t.rows, 1), meet, zero)
@@ -152,7 +153,7 @@ def _total_kernel(which_ref, left_ref, right_ref, out_ref, *, d: int, o: int, co
 
 
 def added(left: Array, rows: Array, count: Array, after: tuple[Array, ...] = ()) -> Array:
-    """``left`` with ``rows`` written behind its first ``count``, in place.
+    """``left`` with ``rows`` written behind its first ``count``, in place, as far as there is room.
 
     ``after`` are values whose computation reads left as it was: the compiler, which does not look into a kernel, then
     knows that nobody needs the old one any more, and makes no copy.
@@ -173,5 +174,6 @@ def added(left: Array, rows: Array, count: Array, after: tuple[Array, ...] = ())
 def _added_kernel(count_ref, rows_ref, _, *refs, d: int, width: int):
     *_, out_ref = refs
     row, columns = pl.program_id(0), pl.program_id(1) * width + jnp.arange(width)
+    at = count_ref[0] + row
     values = gpu.load(rows_ref.at[row, columns], mask=columns < d, other=0.0)
-    gpu.store(out_ref.at[count_ref[0] + row, columns], values.astype(out_ref.dtype), mask=columns < d)
+    gpu.store(out_ref.at[at, columns], values.astype(out_ref.dtype), mask=(columns < d) & (at < out_ref.shape[0]))
