@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fedbraid.lowering.operations import patches
 from fedbraid.models import emnist_cnn, fast_convolutions
-from fedbraid.models.layers import patches
 
 
 def xla_conv(x, w):

@@ -28,7 +28,7 @@ import numpy as np
 
 import fedbraid as fb
 from fedbraid import models
-from fedbraid.models.layers import patches
+from fedbraid.lowering.operations import patches
 
 
 def images(sizes) -> fb.Split:
@@ -107,7 +107,7 @@ def floors() -> dict:
 
 
 def convolution_pieces(clients: int = 100, images: int = 20, size: int = 26) -> dict:
-    from fedbraid.models.kernels.convolution import Geometry, convolve
+    from fedbraid.lowering.kernels.convolution import Geometry, convolve
 
     keys = jax.random.split(jax.random.key(0), 3)
     out = size - 2
@@ -134,8 +134,8 @@ def convolution_pieces(clients: int = 100, images: int = 20, size: int = 26) -> 
 
 def layer_pieces(clients: int = 100, images: int = 20, size: int = 26) -> dict:
     """A convolution with its bias, ReLU and pool: as one kernel with values in float32 and bfloat16, and in steps."""
-    from fedbraid.models.kernels.activated import Geometry, convolve_relu_pool
-    from fedbraid.models.layers import conv2d, max_pool
+    from fedbraid.lowering.kernels.activated import Geometry, convolve_relu_pool
+    from fedbraid.lowering.operations import conv2d, max_pool
 
     keys = jax.random.split(jax.random.key(0), 3)
     out = size - 2
@@ -162,7 +162,7 @@ def layer_pieces(clients: int = 100, images: int = 20, size: int = 26) -> dict:
 
 
 def lstm_pieces(clients: int = 20, length: int = 80, batch: int = 10, hidden: int = 256) -> dict:
-    from fedbraid.models.kernels import recurrence
+    from fedbraid.lowering.kernels import recurrence
     from fedbraid.models.lstm import _cotangent_loop, _states_loop
 
     keys = jax.random.split(jax.random.key(0), 2)

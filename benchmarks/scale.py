@@ -82,7 +82,7 @@ def one(kind: str, options: dict, data: Path) -> dict:
     devices = fb.use_cores()
     import jax.numpy as jnp
 
-    from fedbraid.simulate import Checkpoints, simulate
+    from fedbraid.simulation import Checkpoints, simulate
 
     more: dict = {}
     with tempfile.TemporaryDirectory(dir=data) as folder:

@@ -115,7 +115,7 @@ def step_cost(model, params, split, batch: int) -> tuple[float, float]:
     import jax
     import numpy as np
 
-    from fedbraid.models.rewrite import native_convolutions
+    from fedbraid.lowering.rewrite import native_convolutions
 
     few = {name: array[:batch] for name, array in split.arrays.items()} | {"mask": np.ones(batch, np.float32)}
     with native_convolutions():

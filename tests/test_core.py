@@ -20,7 +20,7 @@ from fedbraid.core import (
     reduce_reports,
     replace_exchange,
 )
-from fedbraid.cost import data_shapes
+from fedbraid.costs import data_shapes
 from zoo import clients, loss, start
 
 DATA = data_shapes(clients())

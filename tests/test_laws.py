@@ -11,10 +11,10 @@ import pytest
 import fedbraid as fb
 from fedbraid import address
 from fedbraid.core import Aggregate, message_shapes, reduce_reports
-from fedbraid.cost import data_shapes
+from fedbraid.costs import data_shapes
 from fedbraid.local import ClientData, LocalWork
-from fedbraid.simulate import bernoulli, run, simulate
-from fedbraid.simulate.plan import cohorts_of
+from fedbraid.simulation import bernoulli, run, simulate
+from fedbraid.simulation.plan import cohorts_of
 from zoo import ALGORITHMS, ROWS, TRANSFORMS, clients, gradient, loss, optimum, start
 
 RAGGED = {"batch_size": 2, "epochs": 1}  # batches that do not divide any client's examples evenly

@@ -4,10 +4,10 @@ from fedbraid import algorithms, transforms
 from fedbraid.algorithms import *  # noqa: F403
 from fedbraid.algorithms import __all__ as _algorithms
 from fedbraid.core import MEAN, Aggregate, Algorithm, Down, Exchange, Reducer, Report, StructureError, Up
-from fedbraid.cost import cost
+from fedbraid.costs import cost
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.local import Batches, ClientData, local_work, masked_mean
-from fedbraid.simulate import simulate, use_cores
+from fedbraid.simulation import simulate, use_cores
 
 __version__ = "0.1.0"
 

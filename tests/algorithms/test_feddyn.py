@@ -9,7 +9,7 @@ import fedbraid as fb
 from fedbraid import address
 from fedbraid.core import replace_exchange
 from fedbraid.local import map_report
-from fedbraid.simulate import bernoulli, simulate
+from fedbraid.simulation import bernoulli, simulate
 from quadratic_clients import flat, quadratics
 from zoo import clients, loss, start
 

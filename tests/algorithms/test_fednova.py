@@ -9,7 +9,7 @@ import fedbraid as fb
 from fedbraid import address
 from fedbraid.data.federated import Split
 from fedbraid.local import masked_mean
-from fedbraid.simulate import simulate
+from fedbraid.simulation import simulate
 
 pytestmark = pytest.mark.usefixtures("x64")
 

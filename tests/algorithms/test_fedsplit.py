@@ -11,7 +11,7 @@ from closed_forms import loss, problem, rounds_of, surrogate_minimizer
 from fedbraid.algorithms import prox
 from fedbraid.core import Aggregate, Up
 from fedbraid.local import map_report, masked_mean
-from fedbraid.simulate import bernoulli
+from fedbraid.simulation import bernoulli
 from fedbraid.transforms import top_k
 
 pytestmark = pytest.mark.usefixtures("x64")

@@ -8,11 +8,11 @@ import pytest
 
 import fedbraid as fb
 from fedbraid import address
+from fedbraid.algorithms._mime import PROTOCOLS
 from fedbraid.algorithms.base_optimizers import BASES, base_optimizer, from_optax
-from fedbraid.algorithms.mime import PROTOCOLS
 from fedbraid.core import message_shapes
-from fedbraid.cost import data_shapes
-from fedbraid.simulate import simulate
+from fedbraid.costs import data_shapes
+from fedbraid.simulation import simulate
 from quadratic_clients import flat, quadratics
 from zoo import clients, loss, start
 

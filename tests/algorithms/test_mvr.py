@@ -5,9 +5,9 @@ import pytest
 
 import fedbraid as fb
 from fedbraid import address
-from fedbraid.algorithms.mime import PROTOCOLS
+from fedbraid.algorithms._mime import PROTOCOLS
 from fedbraid.data.federated import Split
-from fedbraid.simulate import simulate
+from fedbraid.simulation import simulate
 from quadratic_clients import flat, quadratics
 from zoo import clients, loss, start
 

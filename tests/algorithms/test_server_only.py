@@ -8,7 +8,7 @@ import pytest
 
 import fedbraid as fb
 from fedbraid.algorithms.base_optimizers import base_optimizer, from_optax
-from fedbraid.simulate import simulate
+from fedbraid.simulation import simulate
 from quadratic_clients import flat, quadratics
 from zoo import clients, loss, start
 

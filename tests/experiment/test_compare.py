@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedbraid import algorithms, cost
-from fedbraid.cli.main import make_app
+from fedbraid.cli.app import make_app
 from fedbraid.experiment import ConfigError, load_config, run_config
 from fedbraid.experiment.compare import cohorts_of, load_comparison, reopen_comparison, run_comparison
 from fedbraid.experiment.report import collect, page_data

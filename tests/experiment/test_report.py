@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedbraid import algorithms, transforms
-from fedbraid.cli.main import make_app
+from fedbraid.cli.app import make_app
 from fedbraid.experiment import ConfigError, load_config, runfolder
 from fedbraid.experiment.config import dump
 from fedbraid.experiment.figures import tuning_plot

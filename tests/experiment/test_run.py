@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import fedbraid as fb
 from fedbraid.algorithms import ALGORITHMS
-from fedbraid.cli.main import make_app
+from fedbraid.cli.app import make_app
 from fedbraid.data.catalog import CATALOG
 from fedbraid.experiment import ConfigError, build, load_config
 from fedbraid.experiment.compare import load_comparison

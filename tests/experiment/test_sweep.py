@@ -9,13 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from fedbraid import simulate
-from fedbraid.cli.main import make_app
+from fedbraid.cli.app import make_app
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.experiment import ConfigError, build, load_config, many, search, sweep
 from fedbraid.experiment.many import Together, traceable, with_values
 from fedbraid.experiment.sweep import Lab, Tuning, hold_out_validation, run_sweep, tune
 from fedbraid.experiment.trials import Criterion, Trials, best_point, read_trials
-from fedbraid.simulate.feed import Feed
+from fedbraid.simulation.feed import Feed
 
 RATE = "algorithm.client_lr"
 SMALL = ("rounds=6", "cohort=4", "model.name=softmax_regression", "data.clients=8", "evaluation.every=2")

@@ -26,15 +26,15 @@ from fedbraid.flower.check import check_site
 from fedbraid.flower.client import room_for
 from fedbraid.flower.launch import Rehearsal
 from fedbraid.flower.project import write_app
-from fedbraid.simulate import simulate
-from fedbraid.simulate.evaluate import client_values, evaluator
+from fedbraid.simulation import simulate
+from fedbraid.simulation.evaluate import client_values, evaluator
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the libraries that Flower uses
 BASE = ["data.clients=3", "cohort=2", "rounds=2", "evaluation.every=1", "model.hidden=[8]"]
 
 
 def cli(*words):
-    from fedbraid.cli.main import make_app
+    from fedbraid.cli.app import make_app
 
     return CliRunner().invoke(make_app(), ["deploy", *map(str, words)])
 
@@ -259,5 +259,5 @@ def test_rows_are_padded_to_few_sizes():
 
 
 def test_the_library_does_not_import_flower():
-    code = "import sys, fedbraid; from fedbraid.cli.main import make_app; make_app(); sys.exit('flwr' in sys.modules)"
+    code = "import sys, fedbraid; from fedbraid.cli.app import make_app; make_app(); sys.exit('flwr' in sys.modules)"
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=False).returncode == 0

@@ -13,7 +13,7 @@ from fedbraid.data.federated import FederatedData, Split
 from fedbraid.flower import InProcessGrid, Policy, client_app, schema_of, server, server_app
 from fedbraid.flower.evaluate import batches_of, sums_program
 from fedbraid.flower.wire import PLAIN, array_bytes, serialized_bytes
-from fedbraid.simulate import simulate
+from fedbraid.simulation import simulate
 from flower.small import BUFFER, MESSAGE, SPLIT, bare, crash, deploy, load, plain
 from zoo import loss, start
 

@@ -22,7 +22,7 @@ from fedbraid.experiment.runfolder import read_metrics, read_summary
 from fedbraid.flower.certificates import make_node_key
 from fedbraid.flower.launch import Rehearsal, online, run_app
 from fedbraid.flower.project import write_app
-from fedbraid.simulate import checkpoint, simulate
+from fedbraid.simulation import checkpoint, simulate
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # Flower's own
 

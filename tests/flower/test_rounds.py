@@ -12,7 +12,7 @@ from fedbraid.core import finite
 from fedbraid.data.federated import Split
 from fedbraid.flower import InProcessGrid, Policy, TooFewError, client_app, rounds, schema_of, server_app
 from fedbraid.flower.wire import PLAIN
-from fedbraid.simulate import simulate
+from fedbraid.simulation import simulate
 from flower.small import SPLIT, bare, close, crash, deploy, grid_of, load, plain
 from zoo import loss, start
 

@@ -12,7 +12,7 @@ import pytest
 from fedbraid.flower import Policy
 from fedbraid.flower.states import states_of
 from fedbraid.flower.wire import PLAIN
-from fedbraid.simulate import bernoulli, simulate
+from fedbraid.simulation import bernoulli, simulate
 from flower.small import SPLIT, close, deploy, grid_of, ledger, losing
 from zoo import start
 

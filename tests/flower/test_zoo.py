@@ -6,7 +6,7 @@ import pytest
 from fedbraid import cost, simulate
 from fedbraid.flower import Policy
 from fedbraid.flower.wire import PLAIN, array_bytes, serialized_bytes
-from fedbraid.simulate import bernoulli, run
+from fedbraid.simulation import bernoulli, run
 from flower.small import BUFFER, MESSAGE, SPLIT, close, deploy, grid_of, losing
 from zoo import ALGORITHMS, ROWS, start
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fedbraid.models.rewrite import explain, fast_convolutions
+from fedbraid.lowering.rewrite import explain, fast_convolutions
 
 
 @st.composite

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from jax import export, lax
 
 from fedbraid import models
-from fedbraid.models import kernels, layers, lstm
-from fedbraid.models.kernels import activated, convolution, grown, recurrence
-from fedbraid.models.kernels.convolution import Geometry, convolve
-from fedbraid.models.rewrite import explain, fast_convolutions
+from fedbraid.lowering import kernels
+from fedbraid.lowering import operations as layers
+from fedbraid.lowering.kernels import activated, convolution, grown, recurrence
+from fedbraid.lowering.kernels.convolution import Geometry, convolve
+from fedbraid.lowering.rewrite import explain, fast_convolutions
+from fedbraid.models import lstm
 
 
 def _normal(seed, *shape):

@@ -9,8 +9,9 @@ import pytest
 from jax import lax
 from scipy.signal import correlate
 
-from fedbraid.models.layers import FEW_ROWS, conv2d, dropout, glorot_uniform, max_pool, product, winograd_pays
-from fedbraid.models.winograd import POINTS, blocks_for, cook_toom, from_blocks, to_blocks
+from fedbraid.lowering.operations import FEW_ROWS, conv2d, max_pool, product, winograd_pays
+from fedbraid.lowering.winograd import POINTS, blocks_for, cook_toom, from_blocks, to_blocks
+from fedbraid.models.layers import dropout, glorot_uniform
 
 
 def normal(seed, *shape):

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbraid import models
+from fedbraid.lowering.transposable import linear
 from fedbraid.models.lstm import recurrence
-from fedbraid.models.transposable import linear
 
 
 def in_numpy(inputs, u):

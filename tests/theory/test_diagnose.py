@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fedbraid.experiment.config import load_config
+from fedbraid.experiment.diagnosis import Probe, Settings, advise, diagnose, diagnosis_figure, verify
 from fedbraid.theory.constants import Constants, Estimate
-from fedbraid.theory.diagnose import Probe, Settings, advise, diagnose, diagnosis_figure, verify
 
 BASE = {
     "L": 4.0,

@@ -9,10 +9,10 @@ import pytest
 
 import fedbraid as fb
 from fedbraid.core import StructureError, check_structure
-from fedbraid.cost import data_shapes
+from fedbraid.costs import data_shapes
 from fedbraid.data.catalog import load
 from fedbraid.models import build
-from fedbraid.simulate import simulate
+from fedbraid.simulation import simulate
 from fedbraid.transforms import attack, geometric_median, krum, mark, median, multi_krum, norm_bound, trimmed_mean
 from transforms.toy import holding, one_round, sending
 

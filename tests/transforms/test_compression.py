@@ -9,7 +9,7 @@ import pytest
 
 import fedbraid as fb
 from fedbraid.core import Down, Report, StructureError, Up, check_structure
-from fedbraid.cost import cost, data_shapes
+from fedbraid.costs import cost, data_shapes
 from fedbraid.local import ClientData
 from fedbraid.transforms import clip, dp, qsgd, quantize, top_k
 from fedbraid.transforms.codes import Quantized, Sparse, decoded, per_byte, quantized, scaled, sparse

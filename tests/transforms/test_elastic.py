@@ -7,10 +7,10 @@ import pytest
 
 import fedbraid as fb
 from fedbraid.core import StructureError, check_structure
-from fedbraid.cost import cost, data_shapes
+from fedbraid.costs import cost, data_shapes
 from fedbraid.local import ClientData, LocalWork
 from fedbraid.transforms import elastic
-from fedbraid.transforms.elastic import elasticity
+from fedbraid.transforms.elastic_aggregation import elasticity
 from transforms.toy import one_round
 from zoo import clients, loss, start
 

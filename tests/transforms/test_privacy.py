@@ -10,7 +10,7 @@ import pytest
 
 import fedbraid as fb
 from fedbraid.core import Exchange, StructureError, check_structure
-from fedbraid.cost import cost, data_shapes
+from fedbraid.costs import cost, data_shapes
 from fedbraid.local import ClientData
 from fedbraid.transforms import adaptive_clip, clip, dp, elastic, epsilon, epsilon_by_round, median, quantize
 from transforms.toy import holding, many_rounds, one_round, sending

@@ -9,8 +9,8 @@ import pytest
 
 import fedbraid as fb
 from fedbraid.core import check_structure, keep
-from fedbraid.cost import cost, data_shapes
-from fedbraid.simulate import bernoulli, simulate
+from fedbraid.costs import cost, data_shapes
+from fedbraid.simulation import bernoulli, simulate
 from fedbraid.transforms import (
     TRANSFORMS,
     adaptive_clip,

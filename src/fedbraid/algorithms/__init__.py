@@ -1,9 +1,9 @@
 """Federated algorithms, one file a family."""
 
-from fedbraid.algorithms.feddyn import feddyn
-from fedbraid.algorithms.fednova import fednova
-from fedbraid.algorithms.fedsplit import fedgd, fedprox_exact, fedsplit
-from fedbraid.algorithms.local_update import (
+from fedbraid.algorithms._feddyn import feddyn
+from fedbraid.algorithms._fednova import fednova
+from fedbraid.algorithms._fedsplit import fedgd, fedprox_exact, fedsplit
+from fedbraid.algorithms._local_update import (
     fedadagrad,
     fedadam,
     fedavg,
@@ -18,11 +18,11 @@ from fedbraid.algorithms.local_update import (
     minibatch_sgd,
     reptile,
 )
-from fedbraid.algorithms.maml import maml
-from fedbraid.algorithms.mime import locmime, mime, mimelite
-from fedbraid.algorithms.mvr import mime_mvr, mimelite_mvr, server_only_mvr
-from fedbraid.algorithms.scaffold import scaffold
-from fedbraid.algorithms.server_only import server_only
+from fedbraid.algorithms._maml import maml
+from fedbraid.algorithms._mime import locmime, mime, mimelite
+from fedbraid.algorithms._mvr import mime_mvr, mimelite_mvr, server_only_mvr
+from fedbraid.algorithms._scaffold import scaffold
+from fedbraid.algorithms._server_only import server_only
 
 __all__ = [
     "fedadagrad",

@@ -34,7 +34,7 @@ from jax.flatten_util import ravel_pytree
 from fedbraid.core import check_choice, check_count, check_number, is_traced
 from fedbraid.data.federated import Split
 from fedbraid.local import MASK, ClientData
-from fedbraid.models.rewrite import fast_convolutions
+from fedbraid.lowering.rewrite import fast_convolutions
 
 __all__ = [
     "OBJECTIVES",

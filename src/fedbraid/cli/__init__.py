@@ -4,6 +4,6 @@ One module an area, each with a typer ``app`` (a group of commands) or a ``comma
 commands, so that ``fedbraid --help`` is instant.
 """
 
-from fedbraid.cli.main import main
+from fedbraid.cli.app import main
 
 __all__ = ["main"]

@@ -30,7 +30,7 @@ def command(
     from fedbraid.cli.sweep import Bar
     from fedbraid.experiment import ConfigError
     from fedbraid.experiment.compare import load_comparison, reopen_comparison, run_comparison
-    from fedbraid.simulate import use_cores
+    from fedbraid.simulation import use_cores
 
     if resume is not None:
         if config is not None or settings or out is not None or protocol:

@@ -19,7 +19,7 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
 ) -> None:
     """Bytes down and up per exchange, read off the messages; in models both ways FedAvg is 2x."""
-    from fedbraid.cost import cost
+    from fedbraid.costs import cost
     from fedbraid.experiment import build, load_config
 
     loaded = load_config(config, settings or [])

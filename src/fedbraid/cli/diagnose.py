@@ -24,9 +24,9 @@ def command(
 ) -> None:
     """Estimate the constants of your data along a short run, and say what they advise."""
     from fedbraid.experiment.config import load_config
-    from fedbraid.simulate import use_cores
-    from fedbraid.theory.diagnose import diagnose, diagnosis_figure
-    from fedbraid.theory.diagnose import verify as run_both
+    from fedbraid.experiment.diagnosis import diagnose, diagnosis_figure
+    from fedbraid.experiment.diagnosis import verify as run_both
+    from fedbraid.simulation import use_cores
 
     loaded = load_config(config, settings or [])
     use_cores(loaded.engine.devices)

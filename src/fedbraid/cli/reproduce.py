@@ -27,7 +27,7 @@ def command(
     """Reproduce figures and tables of the papers: a picture and a table "paper, ours, within band" each."""
     from fedbraid.experiment.config import ConfigError
     from fedbraid.reproduce import entries, reproduce, write_index
-    from fedbraid.simulate import use_cores
+    from fedbraid.simulation import use_cores
 
     if list_:
         return _list(json)

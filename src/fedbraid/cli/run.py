@@ -43,7 +43,7 @@ def command(
     """Train a model as a configuration says; write a run folder with metrics, checkpoints and a picture."""
     from fedbraid.experiment import ConfigError, load_config
     from fedbraid.experiment.runfolder import CONFIG, reopen
-    from fedbraid.simulate import hosts, use_cores
+    from fedbraid.simulation import hosts, use_cores
 
     if resume is not None:
         if config is not None or out is not None or not all(s.startswith("engine.") for s in settings or []):
@@ -107,7 +107,7 @@ def _explain(loaded: Any, json: bool) -> None:
 def _train(console: Console, loaded: Any, folder: Path, resume: bool, json: bool, quiet: bool) -> bool:
     """Run, and tell of it; whether it came to its end."""
     from fedbraid.experiment import run_config
-    from fedbraid.simulate import hosts
+    from fedbraid.simulation import hosts
 
     first = hosts.is_first()
     with _Watch(console, loaded.rounds, show=first and not (quiet or json)) as watch:
@@ -124,7 +124,7 @@ def _train(console: Console, loaded: Any, folder: Path, resume: bool, json: bool
 @contextlib.contextmanager
 def _together(console: Console) -> Iterator[None]:
     """One of several hosts: whatever goes wrong here ends this process at once, so that the others need not wait."""
-    from fedbraid.simulate import hosts
+    from fedbraid.simulation import hosts
 
     status = 1
     try:

@@ -54,7 +54,7 @@ def command(
     from fedbraid.experiment.cluster import BUNDLES, Cluster, collect, run_bundle, sweep_on
     from fedbraid.experiment.config import read_tree
     from fedbraid.experiment.sweep import load_sweep, reopen_sweep, run_sweep
-    from fedbraid.simulate import use_cores
+    from fedbraid.simulation import use_cores
 
     given = {
         "seeds": seeds,

@@ -1,6 +1,6 @@
 """Configurations, runs and their folders."""
 
-from fedbraid.experiment.build import Experiment, build
+from fedbraid.experiment.assembly import Experiment, build
 from fedbraid.experiment.config import Config, ConfigError, load_config
 from fedbraid.experiment.run import run_config
 

@@ -33,10 +33,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import fedbraid
 from fedbraid import address
-from fedbraid.cost import Cost, cost
+from fedbraid.costs import Cost, cost
 from fedbraid.data.federated import FederatedData
 from fedbraid.experiment import runfolder
-from fedbraid.experiment.build import assemble, load_named
+from fedbraid.experiment.assembly import assemble, load_named
 from fedbraid.experiment.config import Config, ConfigError, dump, parse, read_tree, sentences
 from fedbraid.experiment.many import Outcome, Together, with_values
 from fedbraid.experiment.sweep import Lab, News, Tuning, hold_out_validation, parse_tuning, tune
@@ -183,7 +183,7 @@ def _methods(given: Sequence[Any]) -> tuple[Method, ...]:
 def cohorts_of(protocol: Protocol, cohort: int, costs: Sequence[Cost]) -> list[int]:
     """Clients per round of each method: the cheapest one has ``cohort``, others so many that the bytes are not more.
 
-    >>> from fedbraid.cost import ExchangeCost
+    >>> from fedbraid.costs import ExchangeCost
     >>> fedavg, mime_adam = (Cost((ExchangeCost("train", down, up),), 4) for down, up in ((4, 4), (20, 8)))
     >>> cohorts_of("total-communication", 20, [fedavg, mime_adam])
     [20, 5]
@@ -434,7 +434,7 @@ def trace_drift(config: Config, data: FederatedData, rounds: int) -> dict[str, A
     import jax
 
     from fedbraid.local import LocalWork
-    from fedbraid.simulate.shadow import trace_shadow
+    from fedbraid.simulation.shadow import trace_shadow
 
     experiment = assemble(config, data)
     params = experiment.model.init(address.init_key(config.seed))

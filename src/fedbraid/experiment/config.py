@@ -18,10 +18,10 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from fedbraid.local import LocalOptions
-from fedbraid.simulate.convolutions import Convolutions
-from fedbraid.simulate.grown import Matrices
-from fedbraid.simulate.plan import check_chunk
-from fedbraid.simulate.precision import Precision
+from fedbraid.lowering.convolutions import Convolutions
+from fedbraid.lowering.grown import Matrices
+from fedbraid.lowering.precision import Precision
+from fedbraid.simulation.plan import check_chunk
 
 __all__ = [
     "Config",

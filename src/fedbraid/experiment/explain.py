@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedbraid.cost import cost
-from fedbraid.experiment.build import build, states_in
+from fedbraid.costs import cost
+from fedbraid.experiment.assembly import build, states_in
 from fedbraid.experiment.config import Config
-from fedbraid.simulate import tune
-from fedbraid.simulate.convolutions import explain_clients, with_convolutions
-from fedbraid.simulate.devices import client_mesh
-from fedbraid.simulate.grown import explain_growth
-from fedbraid.simulate.plan import choose_plan
-from fedbraid.simulate.precision import with_precision
-from fedbraid.simulate.run import states_on_host, streams
+from fedbraid.lowering.convolutions import explain_clients, with_convolutions
+from fedbraid.lowering.grown import explain_growth
+from fedbraid.lowering.precision import with_precision
+from fedbraid.simulation import tune
+from fedbraid.simulation.devices import client_mesh
+from fedbraid.simulation.plan import choose_plan
+from fedbraid.simulation.run import states_on_host, streams
 
 __all__ = ["explain_config"]
 

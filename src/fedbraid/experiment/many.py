@@ -26,17 +26,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedbraid import address
 from fedbraid.core import Algorithm, finite, message_shapes
-from fedbraid.cost import cost, data_shapes, nbytes
+from fedbraid.costs import cost, data_shapes, nbytes
 from fedbraid.data.federated import FederatedData, Split
-from fedbraid.experiment.build import Experiment, assemble
+from fedbraid.experiment.assembly import Experiment, assemble
 from fedbraid.experiment.config import Config, ConfigError, parse
 from fedbraid.local import MASK
-from fedbraid.simulate.devices import client_mesh, free_memory, replicated, sharded
-from fedbraid.simulate.engine import make_engine
-from fedbraid.simulate.evaluate import client_values, in_batches, score, summarize
-from fedbraid.simulate.feed import Feed, Portion
-from fedbraid.simulate.plan import Plan, steps_of
-from fedbraid.simulate.run import CALL, WINDOW, choose_plan, streams
+from fedbraid.simulation.devices import client_mesh, free_memory, replicated, sharded
+from fedbraid.simulation.engine import make_engine
+from fedbraid.simulation.evaluate import client_values, in_batches, score, summarize
+from fedbraid.simulation.feed import Feed, Portion
+from fedbraid.simulation.plan import Plan, steps_of
+from fedbraid.simulation.run import CALL, WINDOW, choose_plan, streams
 
 __all__ = ["Outcome", "Point", "Together", "measured", "traceable", "with_values"]
 

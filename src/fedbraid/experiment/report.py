@@ -146,7 +146,7 @@ def _run(folder: Path, label: str, drift: int = 0) -> Entry:
     config = load_config(folder / runfolder.CONFIG)
     traced = None
     if drift:
-        from fedbraid.experiment.build import load_named
+        from fedbraid.experiment.assembly import load_named
 
         traced = trace_drift(config, load_named(config), drift)
     return Entry(folder, label, config, summary, runfolder.read_metrics(folder), runfolder.read_clients(folder), traced)

@@ -11,11 +11,11 @@ import jax
 import numpy as np
 
 from fedbraid.experiment import runfolder
-from fedbraid.experiment.build import Experiment, build, states_in
+from fedbraid.experiment.assembly import Experiment, build, states_in
 from fedbraid.experiment.config import Config, dump
 from fedbraid.experiment.plots import curves
-from fedbraid.simulate import Checkpoints, Progress, hosts, simulate
-from fedbraid.simulate.evaluate import client_values, evaluator
+from fedbraid.simulation import Checkpoints, Progress, hosts, simulate
+from fedbraid.simulation.evaluate import client_values, evaluator
 from fedbraid.transforms.privacy import epsilon_by_round, is_private
 
 __all__ = ["run_config"]

@@ -3,7 +3,7 @@
 config.toml       every key; `fedbraid run config.toml` repeats the run
 metrics.parquet   one row per round; evaluation columns are empty in rounds without one
 clients.parquet   one row per client of the test split: its own metrics under the last model
-checkpoints/      see fedbraid.simulate.checkpoint
+checkpoints/      see fedbraid.simulation.checkpoint
 curves.png        loss and accuracy
 summary.json      what `fedbraid run --json` prints
 """

@@ -31,7 +31,7 @@ import fedbraid
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.data.partition import hold_out
 from fedbraid.experiment import search
-from fedbraid.experiment.build import assemble, load_named
+from fedbraid.experiment.assembly import assemble, load_named
 from fedbraid.experiment.config import Config, ConfigError, dump, parse, read_tree, sentences
 from fedbraid.experiment.many import Outcome, Point, Together, measured, traceable, with_values
 from fedbraid.experiment.trials import Criterion, Row, Trials, best_point, pick_metric

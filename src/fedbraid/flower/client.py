@@ -63,7 +63,7 @@ def client_app(
     fingerprint: str | None = None,
     cache: bool = True,
 ) -> ClientApp:
-    """The ClientApp of an algorithm: the same object that :func:`fedbraid.simulate` runs.
+    """The ClientApp of an algorithm: the same object that :func:`fedbraid.simulation` runs.
 
     Args:
         alg: the algorithm. Each of its exchanges is an action, ``train.<name>``.

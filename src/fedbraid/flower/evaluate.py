@@ -1,6 +1,6 @@
 """Evaluation on the clients' own test data: a node answers a model with sums and counts, and nothing else.
 
-The node computes with the simulator's own reductions (:mod:`fedbraid.simulate.evaluate`), and so does the server with
+The node computes with the simulator's own reductions (:mod:`fedbraid.simulation.evaluate`), and so does the server with
 what the nodes send: on the same data and model, a deployed run has the columns and the values of a simulated one.
 """
 
@@ -17,8 +17,8 @@ from fedbraid.core import check_count
 from fedbraid.data.federated import Split
 from fedbraid.flower.identity import Schema, check_data, shapes_of
 from fedbraid.flower.rows import padded
-from fedbraid.models.rewrite import fast_convolutions
-from fedbraid.simulate.evaluate import client_values, in_batches, score, summarize
+from fedbraid.lowering.rewrite import fast_convolutions
+from fedbraid.simulation.evaluate import client_values, in_batches, score, summarize
 
 __all__ = [
     "are_sums",

@@ -26,7 +26,7 @@ from fedbraid.core import Algorithm
 from fedbraid.data.catalog import load as load_named
 from fedbraid.data.federated import FederatedData
 from fedbraid.data.preprocess import Pipeline, pipeline
-from fedbraid.experiment.build import Experiment, build_algorithm
+from fedbraid.experiment.assembly import Experiment, build_algorithm
 from fedbraid.experiment.config import Config, ConfigError, load_config
 from fedbraid.flower.identity import Schema, schema_of
 from fedbraid.flower.policy import Policy
@@ -34,7 +34,7 @@ from fedbraid.flower.record import open_folder, write_run
 from fedbraid.flower.server import serve
 from fedbraid.models import Model
 from fedbraid.models import build as build_model
-from fedbraid.simulate.evaluate import client_values, evaluator, summarize
+from fedbraid.simulation.evaluate import client_values, evaluator, summarize
 
 __all__ = ["Plan", "describe", "load_plan", "plan_server_app", "testers"]
 

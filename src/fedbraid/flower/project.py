@@ -8,7 +8,7 @@ from string import Template
 from typing import Any, Literal
 
 import fedbraid
-from fedbraid.experiment.build import build
+from fedbraid.experiment.assembly import build
 from fedbraid.experiment.config import Config, ConfigError, dump
 from fedbraid.flower.plan import EXPERIMENT, FEDERATION, describe, testers
 

@@ -28,7 +28,7 @@ from fedbraid.flower.post import Letter, Post, Reply
 from fedbraid.flower.roster import Roster, Terms
 from fedbraid.flower.states import INIT
 from fedbraid.flower.wire import Answer, Order, Question, Refusal, Tested, content, read_plain
-from fedbraid.simulate import checkpoint
+from fedbraid.simulation import checkpoint
 
 __all__ = ["Round", "Rounds"]
 

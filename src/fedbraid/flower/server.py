@@ -26,7 +26,7 @@ from fedbraid.flower.identity import Schema
 from fedbraid.flower.pack import layout_of
 from fedbraid.flower.policy import Policy
 from fedbraid.flower.rounds import Round, Rounds
-from fedbraid.simulate import checkpoint
+from fedbraid.simulation import checkpoint
 
 __all__ = ["Served", "serve", "server_app"]
 
@@ -35,7 +35,7 @@ DEFAULT = Policy()
 
 
 class Served(NamedTuple):
-    """A deployed run: what :class:`fedbraid.simulate.Result` is for a simulated one.
+    """A deployed run: what :class:`fedbraid.simulation.Result` is for a simulated one.
 
     counts: how many replies of the whole run were late, missing, malformed, nonfinite, oversized, failed or refused,
         and how many times a client had lost its state.

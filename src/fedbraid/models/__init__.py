@@ -1,15 +1,16 @@
 """Models as pure functions: the papers' networks, and doors for the user's own."""
 
-from fedbraid.models.adapt import from_equinox, from_flax, from_functions
+from fedbraid.lowering.operations import conv2d, max_pool
+from fedbraid.lowering.rewrite import fast_convolutions
 from fedbraid.models.cnn import emnist_cnn
-from fedbraid.models.layers import conv2d, dropout, max_pool
+from fedbraid.models.layers import dropout
 from fedbraid.models.linear import least_squares, logistic, one_versus_all, softmax_regression
 from fedbraid.models.lstm import char_lstm, word_lstm
-from fedbraid.models.mlp import mlp
 from fedbraid.models.model import Model, total
+from fedbraid.models.modules import from_equinox, from_flax, from_functions
+from fedbraid.models.perceptron import mlp
 from fedbraid.models.registry import MODELS, build, resolve
 from fedbraid.models.resnet import resnet18_gn
-from fedbraid.models.rewrite import fast_convolutions
 
 __all__ = [
     "MODELS",

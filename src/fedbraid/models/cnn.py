@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import jax
 
+from fedbraid.lowering.operations import conv_relu, dense
 from fedbraid.models import layers
-from fedbraid.models.layers import as_floats, conv_init, conv_relu, dense, dense_init, image_shape
+from fedbraid.models.layers import as_floats, conv_init, dense_init, image_shape
 from fedbraid.models.model import Model, check_sizes, score_classes, supervised
 
 

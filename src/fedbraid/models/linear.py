@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedbraid.models.layers import as_floats, dense, product
+from fedbraid.lowering.operations import dense, product
+from fedbraid.models.layers import as_floats
 from fedbraid.models.model import Array, Model, PyTree, check_sizes, score_classes, score_values, supervised
 
 

@@ -19,10 +19,11 @@ import jax
 import jax.numpy as jnp
 
 from fedbraid.core import check_choice
-from fedbraid.models import kernels
-from fedbraid.models.layers import along_weights, dense, dense_init, glorot_uniform
+from fedbraid.lowering import kernels
+from fedbraid.lowering.operations import along_weights, dense
+from fedbraid.lowering.transposable import computed_by, linear
+from fedbraid.models.layers import dense_init, glorot_uniform
 from fedbraid.models.model import Array, Model, check_sizes, score_tokens, supervised
-from fedbraid.models.transposable import computed_by, linear
 
 PADDING = 0
 Compute = Literal["float32", "bfloat16"]
@@ -169,7 +170,7 @@ def _states(inputs: Array, u: Array) -> tuple[Array, Array, Array]:
     """States h, cells c [T, B, hidden] and gates after activation [T, B, 4 hidden] in the order i, f, g, o."""
     if not _has_kernels(inputs):
         return _states_loop(inputs, u)
-    from fedbraid.models.kernels import recurrence
+    from fedbraid.lowering.kernels import recurrence
 
     return computed_by(recurrence.states, _states_loop)(inputs, u)
 
@@ -227,7 +228,7 @@ def _cotangent(residuals: tuple[Array, ...], dh: Array) -> Array:
     u, c, gates = residuals
     if not _has_kernels(dh):
         return _cotangent_loop(u, c, gates, dh)
-    from fedbraid.models.kernels import recurrence
+    from fedbraid.lowering.kernels import recurrence
 
     return computed_by(recurrence.cotangent, _cotangent_loop)(u, c, gates, dh)
 

@@ -11,8 +11,8 @@ from typing import Any
 from fedbraid.models.cnn import emnist_cnn
 from fedbraid.models.linear import least_squares, logistic, one_versus_all, softmax_regression
 from fedbraid.models.lstm import char_lstm, word_lstm
-from fedbraid.models.mlp import mlp
 from fedbraid.models.model import Model
+from fedbraid.models.perceptron import mlp
 from fedbraid.models.resnet import resnet18_gn
 
 Shapes = Mapping[str, Sequence[int]]

@@ -13,7 +13,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from fedbraid.models.layers import as_floats, conv2d, dense, dense_init, glorot_uniform, image_shape, max_pool
+from fedbraid.lowering.operations import conv2d, dense, max_pool
+from fedbraid.models.layers import as_floats, dense_init, glorot_uniform, image_shape
 from fedbraid.models.model import Array, Model, check_sizes, score_classes, supervised
 
 STRIDES = (1, 1, 2, 1, 2, 1, 2, 1)  # of the eight blocks; a stride of 2 doubles the channels

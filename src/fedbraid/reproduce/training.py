@@ -20,7 +20,7 @@ import numpy as np
 
 from fedbraid.core import Algorithm
 from fedbraid.data.federated import FederatedData
-from fedbraid.experiment.build import Experiment
+from fedbraid.experiment.assembly import Experiment
 from fedbraid.experiment.config import Config, ConfigError, parse
 from fedbraid.experiment.many import Outcome, Point, Together, with_values
 

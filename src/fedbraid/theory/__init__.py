@@ -2,7 +2,8 @@
 
 Closed forms in float64 NumPy, apart from the simulator: quadratic federations, surrogate losses, convergence-accuracy
 frontiers, fixed points of averaging and splitting, and published bounds as objects that say what they assume. The
-constants of real data are estimated by `fedbraid.theory.constants`, advice is given by `fedbraid.theory.diagnose`, and
+constants of real data are estimated by `fedbraid.theory.constants`, advice is given by
+`fedbraid.experiment.diagnosis`, and
 the figures are drawn by `fedbraid.theory.figures`; these three are imported by name, because they need jax or
 matplotlib.
 """

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from fedbraid.core import Algorithm
 from fedbraid.transforms.byzantine import attack, mark
 from fedbraid.transforms.compression import qsgd, quantize, top_k
-from fedbraid.transforms.elastic import elastic
+from fedbraid.transforms.elastic_aggregation import elastic
 from fedbraid.transforms.privacy import adaptive_clip, clip, dp, epsilon, epsilon_by_round, is_private
 from fedbraid.transforms.robust import (
     admit_if,

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedbraid.algorithms import fedadam, fedavg, fedavgm, fedprox, scaffold
 from fedbraid.core import Algorithm
-from fedbraid.cost import cost
+from fedbraid.costs import cost
 from fedbraid.data.catalog import load
 from fedbraid.experiment.figures import COLOURS
 from fedbraid.local import ClientData

@@ -11,7 +11,7 @@ from fedbraid.data.federated import Split
 from fedbraid.experiment.figures import COLOURS, tidy
 from fedbraid.reproduce.elastic._synthetic import PAPER
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
-from fedbraid.simulate.shadow import trace_shadow
+from fedbraid.simulation.shadow import trace_shadow
 from fedbraid.theory import aggregation_bound, aggregation_lower_bound, lower_bound_pair
 
 MU, G, START = 1.0, 1.0, 1.0

@@ -10,8 +10,8 @@ from fedbraid.algorithms import fedavg
 from fedbraid.data.federated import Split
 from fedbraid.data.toy import toy_loss, toy_optimum, two_class
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
-from fedbraid.simulate import simulate
-from fedbraid.simulate.shadow import draw_shadow, trace_shadow
+from fedbraid.simulation import simulate
+from fedbraid.simulation.shadow import draw_shadow, trace_shadow
 from fedbraid.theory import drift_bound, linear_federation, surrogate_loss, theta_sum
 
 PAPER = "Renard, Notes on Federated Optimization, 2022"

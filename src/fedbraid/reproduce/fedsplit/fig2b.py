@@ -16,7 +16,7 @@ from fedbraid.data.preprocess import random_features
 from fedbraid.models import one_versus_all
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.reproduce.fedsplit._trace import DASHES, PAPER
-from fedbraid.simulate import simulate
+from fedbraid.simulation import simulate
 
 LAMBDA = 0.01  # of every client, as the proof of Theorem 2 and the objective (21) have it
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from fedbraid.algorithms import fedavg, mime, mimelite
 from fedbraid.core import Algorithm
-from fedbraid.cost import cost
+from fedbraid.costs import cost
 from fedbraid.experiment.compare import cohorts_of
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 

@@ -1,0 +1,101 @@
+"""FedDyn: a dynamic regularizer makes the clients' optima agree with the global one.
+
+D. A. E. Acar, Y. Zhao, R. Matas Navarro, M. Mattina, P. N. Whatmough, V. Saligrama. Federated Learning Based on Dynamic
+Regularization. ICLR 2021. Algorithm 1.
+
+The server has x and h, client i keeps g_i, all g and h at first 0. Client i looks for the minimizer y of
+
+    f_i(y) - <g_i, y> + (alpha/2) ||y - x||^2
+
+by local steps of rate client_lr from y = x, sets g_i <- g_i + alpha (x - y), which at the minimizer is grad f_i(y), and
+sends x - y. With S the clients that were heard, out of N,
+
+    h <- h + alpha |S|/N mean(x - y_i),    x <- x - mean(x - y_i) - h / alpha.
+
+So h = (1/N) sum_i g_i after every round, and where nothing moves any more y_i = x, g_i = grad f_i(x) and h = 0: x is
+the optimum of the unweighted mean of the client losses, whether the local problems are solved exactly or not. Uploads
+count alike for that reason; there is no weighting to choose.
+
+Sends, in models: 1 down, 1 up. Keeps: one model per client, so clients must come back (cross-silo).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+
+from fedbraid.algorithms._scaffold import share_heard
+from fedbraid.algorithms._server_only import Loss
+from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_number
+from fedbraid.local import LocalOptions, batches_of, local_work, weight_of
+from fedbraid.lowering.rewrite import fast_convolutions
+
+__all__ = ["FedDynState", "feddyn"]
+
+PyTree = Any
+
+
+class FedDynState(NamedTuple):
+    """The server: its model and the mean h of all clients' g_i."""
+
+    params: PyTree
+    h: PyTree
+
+
+class Walk(NamedTuple):
+    """A client on its way: its model, its g_i, the step number and the sum of its batch losses."""
+
+    y: PyTree
+    g_i: PyTree
+    k: Any
+    loss: Any
+
+
+def feddyn(loss: Loss, *, alpha: Any = 0.1, client_lr: Any = 0.1, **local: Unpack[LocalOptions]) -> Algorithm:
+    """FedDyn with local gradient steps; a small ``alpha`` moves fast, a large one is stable.
+
+    >>> alg = feddyn(lambda params, batch, key: jnp.sum(params**2), alpha=0.1, client_lr=0.05, epochs=5)
+    """
+    check_number("alpha", alpha, low=0, open_low=True)
+    check_number("client_lr", client_lr, low=0, open_low=True)
+    loss = fast_convolutions(loss)
+
+    def start(down: Down, g_i: PyTree, key: Any) -> Walk:
+        return Walk(down.params, g_i, jnp.int32(0), jnp.zeros((), jnp.result_type(float)))
+
+    def step(walk: Walk, batch: dict, key: Any, down: Down) -> Walk:
+        value, g = jax.value_and_grad(loss)(walk.y, batch, key)
+        y = jax.tree.map(
+            lambda y, g, g_i, x: y - client_lr * (g - g_i + alpha * (y - x)), walk.y, g, walk.g_i, down.params
+        )
+        return Walk(y, walk.g_i, walk.k + 1, walk.loss + value.astype(walk.loss.dtype))
+
+    def finish(walk: Walk, down: Down, g_i: PyTree, n: Any) -> Report:
+        sent = jax.tree.map(jnp.subtract, down.params, walk.y)
+        kept = jax.tree.map(lambda g, d: g + alpha * d, g_i, sent)
+        return Report(Up(sent), weight_of("uniform", n), kept, {"loss": walk.loss / walk.k})
+
+    def reconcile(g_i: PyTree, meant: Up, decoded: Up) -> PyTree:
+        """The client believes of its move what the server believes, so that h stays the mean of the g_i."""
+        return jax.tree.map(lambda g, m, d: g + alpha * (d - m), g_i, meant.pseudograd, decoded.pseudograd)
+
+    def receive(server: FedDynState, aggregate: Aggregate, key: Any) -> FedDynState:
+        move, heard = aggregate.up.pseudograd, share_heard(aggregate)
+        h = jax.tree.map(lambda h, d: h + alpha * heard.astype(h.dtype) * d, server.h, move)
+        return FedDynState(jax.tree.map(lambda x, d, h: x - d - h / alpha, server.params, move, h), h)
+
+    exchange = Exchange(
+        "train",
+        lambda server: Down(server.params),
+        local_work(start, step, finish, batches_of(**local)),
+        receive,
+        reconcile=reconcile,
+    )
+    return Algorithm(
+        init=lambda params: FedDynState(params, jax.tree.map(jnp.zeros_like, params)),
+        init_client=lambda params: jax.tree.map(jnp.zeros_like, params),
+        exchanges=(exchange,),
+        params=lambda server: server.params,
+    )

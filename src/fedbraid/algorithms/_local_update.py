@@ -1,0 +1,345 @@
+"""LocalUpdate(alpha, gamma, Theta, ServerOpt) and its named members.
+
+Z. Charles, J. Konecny. Convergence and Accuracy Trade-Offs in Federated Learning and Meta-Learning. AISTATS 2021.
+
+Client i, given the server's model x, runs (Algorithm 2)
+
+    x_1 = x,   g_k = grad f_i(x_k; batch k) + alpha (x_k - x),   x_{k+1} = x_k - gamma g_k,
+
+and sends  sum_k theta_k g_k.  The proximal pull is part of g_k and so of the message: only then is a round one step of
+ServerOpt on the surrogate loss (Theorem 1). The message is a sum of gradients, not a model delta, so gamma = 0 is legal
+and makes progress. For Theta = Theta_{1:K} the model delta is x - x_{K+1} = gamma sum_k g_k: `message="delta"` sends
+that, which is FedAvg as commonly coded, with server_lr = 1 for plain averaging of the models.
+
+    member                 Theta        alpha    gamma      message
+    minibatch_sgd          Theta_1      0        0          gradients
+    fedsgd                 Theta_{1:K}  0        0          gradients
+    lookahead              Theta_{1:K}  0        > 0        delta       (a population of one client)
+    fedavg, reptile        Theta_{1:K}  0        > 0        delta
+    fedprox                Theta_{1:K}  > 0      > 0        delta
+    meta_minibatch_prox    Theta_{1:K}  > 0      > 0        delta
+    fomaml                 Theta_K      0        > 0        gradients
+    fedavgm, fedadam, fedadagrad, fedyogi: fedavg under another ServerOpt
+
+Sends: the model down, one vector of its size up. Keeps: nothing on the clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from fedbraid.algorithms import server_optimizers
+from fedbraid.algorithms.server_optimizers import ServerState, server_step
+from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number, is_zero
+from fedbraid.local import WEIGHTINGS, LocalOptions, Weighting, batches_of, local_work, weight_of
+from fedbraid.lowering.rewrite import fast_convolutions
+
+__all__ = [
+    "fedadagrad",
+    "fedadam",
+    "fedavg",
+    "fedavgm",
+    "fedprox",
+    "fedsgd",
+    "fedyogi",
+    "fomaml",
+    "local_update",
+    "lookahead",
+    "meta_minibatch_prox",
+    "minibatch_sgd",
+    "reptile",
+]
+
+Loss = Callable[[Any, dict, Any], Any]
+
+
+class Walk(NamedTuple):
+    """A client on its way: its model, the message so far, the step number and the sum of its batch losses."""
+
+    params: Any
+    message: Any
+    k: Any
+    loss: Any
+
+
+def check_theta(theta: Any) -> Literal["1:K", "K"] | tuple[float, ...]:
+    """Theta as "1:K", "K", or finitely many weights >= 0 that are not all 0."""
+    if isinstance(theta, str):
+        return check_choice("theta", theta, ("1:K", "K"))
+    weights = tuple(theta)
+    if not weights:
+        raise ValueError("theta must not be empty: give '1:K', 'K' or the weights of the local gradients")
+    for k, weight in enumerate(weights):
+        check_number(f"theta[{k}]", weight, low=0)
+    if not any(weights):
+        raise ValueError(f"theta must have a positive entry, got {weights}: the message would always be zero")
+    return tuple(float(w) for w in np.trim_zeros(np.asarray(weights, float), "b"))
+
+
+def local_update(
+    loss: Loss,
+    *,
+    gamma: Any = 0.1,
+    alpha: Any = 0.0,
+    theta: Literal["1:K", "K"] | Sequence[float] = "1:K",
+    server_lr: Any = 0.1,
+    server_opt: optax.GradientTransformation | None = None,
+    message: Literal["gradients", "delta"] = "gradients",
+    weighting: Weighting = "examples",
+    **local: Unpack[LocalOptions],
+) -> Algorithm:
+    """LocalUpdate(alpha, gamma, Theta, ServerOpt).
+
+    ``theta`` given as weights fixes the number of local steps; "1:K" and "K" take it from ``epochs`` or ``steps``.
+    ``server_opt`` takes the place of gradient descent with ``server_lr``.
+
+    >>> quadratic = lambda params, batch, key: 0.5 * jnp.sum((params - batch["x"].mean(0)) ** 2)
+    >>> alg = local_update(quadratic, gamma=0.1, theta=(1.0, 1.0, 1.0), batch_size=None)
+    >>> [exchange.name for exchange in alg.exchanges]
+    ['train']
+    """
+    theta = check_theta(theta)
+    check_number("gamma", gamma, low=0)
+    check_number("alpha", alpha, low=0)
+    check_choice("message", message, ("gradients", "delta"))
+    check_choice("weighting", weighting, WEIGHTINGS)
+    if not isinstance(theta, str):
+        if local.get("epochs") is not None or local.get("steps") not in (None, len(theta)):
+            raise ValueError(f"theta has {len(theta)} weights, which fixes the local steps; leave out epochs and steps")
+        local["steps"] = len(theta)
+    if message == "delta" and theta != "1:K":
+        raise ValueError(
+            f"message='delta' is gamma times the sum of all local gradients: it needs theta='1:K', got {theta}"
+        )
+    loss = fast_convolutions(loss)
+    batches = batches_of(**local)
+    opt = server_optimizers.sgd(server_lr) if server_opt is None else server_opt
+
+    def start(down: Down, state: Any, key: Any) -> Walk:
+        message_so_far = () if message == "delta" else jax.tree.map(jnp.zeros_like, down.params)
+        return Walk(down.params, message_so_far, jnp.int32(0), jnp.zeros((), jnp.result_type(float)))
+
+    def step(walk: Walk, batch: dict, key: Any, down: Down) -> Walk:
+        value, g = jax.value_and_grad(loss)(walk.params, batch, key)
+        if not is_zero(alpha):
+            g = jax.tree.map(lambda g, y, x: g + alpha * (y - x), g, walk.params, down.params)
+        return Walk(
+            walk.params if is_zero(gamma) else jax.tree.map(lambda y, g: y - gamma * g, walk.params, g),
+            accumulate(walk, g),
+            walk.k + 1,
+            walk.loss + value.astype(walk.loss.dtype),
+        )
+
+    def accumulate(walk: Walk, g: Any) -> Any:
+        if message == "delta":
+            return ()
+        if theta == "K":  # only the last gradient counts, whatever the client's number of steps
+            return g
+        if theta == "1:K":
+            return jax.tree.map(jnp.add, walk.message, g)
+        weight = jnp.asarray(theta, jnp.result_type(float))[walk.k]
+        return jax.tree.map(lambda m, g: m + weight.astype(g.dtype) * g, walk.message, g)
+
+    def finish(walk: Walk, down: Down, state: Any, n: Any) -> Report:
+        sent = jax.tree.map(jnp.subtract, down.params, walk.params) if message == "delta" else walk.message
+        return Report(Up(sent), weight_of(weighting, n), metrics={"loss": walk.loss / walk.k})
+
+    def send(server: ServerState) -> Down:
+        return Down(server.params)
+
+    def receive(server: ServerState, aggregate: Aggregate, key: Any) -> ServerState:
+        return server_step(opt, server, aggregate.up.pseudograd)
+
+    return Algorithm(
+        init=lambda params: ServerState(params, opt.init(params)),
+        init_client=lambda params: (),
+        exchanges=(Exchange("train", send, local_work(start, step, finish, batches), receive),),
+        params=lambda server: server.params,
+    )
+
+
+# --- the members of Table 1 ------------------------------------------------------------------------------------------
+
+
+def minibatch_sgd(
+    loss: Loss, *, lr: Any = 0.5, weighting: Weighting = "examples", batch_size: int | None = 20
+) -> Algorithm:
+    """Mini-batch SGD: one gradient per client and round, at the server's model.
+
+    >>> alg = minibatch_sgd(lambda params, batch, key: jnp.sum(params**2), lr=0.1)
+    """
+    opt = server_optimizers.sgd(check_number("lr", lr, low=0))
+    return local_update(loss, gamma=0.0, theta=(1.0,), server_opt=opt, weighting=weighting, batch_size=batch_size)
+
+
+def fedsgd(
+    loss: Loss, *, server_lr: Any = 0.1, weighting: Weighting = "examples", **local: Unpack[LocalOptions]
+) -> Algorithm:
+    """FedSGD: the sum of K batch gradients at the server's model (gamma = 0)."""
+    opt = server_optimizers.sgd(server_lr)
+    return local_update(loss, gamma=0.0, server_opt=opt, weighting=weighting, **local)
+
+
+def _averaging(
+    loss: Loss, server_opt: optax.GradientTransformation, client_lr: Any, alpha: Any = 0.0, **options: Any
+) -> Algorithm:
+    """The members that send the model delta."""
+    check_number("client_lr", client_lr, low=0, open_low=True)
+    return local_update(loss, gamma=client_lr, alpha=alpha, server_opt=server_opt, message="delta", **options)
+
+
+def fedavg(
+    loss: Loss,
+    *,
+    client_lr: Any = 0.1,
+    server_lr: Any = 1.0,
+    weighting: Weighting = "examples",
+    **local: Unpack[LocalOptions],
+) -> Algorithm:
+    """FedAvg (McMahan et al., 2017): local SGD, models averaged.
+
+    >>> alg = fedavg(lambda params, batch, key: jnp.sum(params**2), client_lr=0.1, epochs=2)
+    """
+    opt = server_optimizers.sgd(server_lr)
+    return _averaging(loss, opt, client_lr, weighting=weighting, **local)
+
+
+def reptile(
+    loss: Loss,
+    *,
+    client_lr: Any = 0.1,
+    server_lr: Any = 1.0,
+    weighting: Weighting = "uniform",
+    **local: Unpack[LocalOptions],
+) -> Algorithm:
+    """Reptile (Nichol et al., 2018): FedAvg read as meta-learning, tasks weighted alike."""
+    return fedavg(loss, client_lr=client_lr, server_lr=server_lr, weighting=weighting, **local)
+
+
+def lookahead(
+    loss: Loss,
+    *,
+    client_lr: Any = 0.1,
+    server_lr: Any = 0.5,
+    **local: Unpack[LocalOptions],
+) -> Algorithm:
+    """Lookahead (Zhang et al., 2019): fast weights on the one client, slow weights on the server."""
+    return fedavg(loss, client_lr=client_lr, server_lr=server_lr, **local)
+
+
+def fedprox(
+    loss: Loss,
+    *,
+    alpha: Any = 0.1,
+    client_lr: Any = 0.1,
+    server_lr: Any = 1.0,
+    weighting: Weighting = "examples",
+    **local: Unpack[LocalOptions],
+) -> Algorithm:
+    """FedProx by local gradient steps (Li et al., 2020): FedAvg with a pull alpha towards the server's model.
+
+    The exact proximal step of Pathak & Wainwright is another method with another fixed point: ``fedprox_exact``.
+    """
+    opt = server_optimizers.sgd(server_lr)
+    return _averaging(loss, opt, client_lr, alpha, weighting=weighting, **local)
+
+
+def meta_minibatch_prox(
+    loss: Loss,
+    *,
+    alpha: Any = 0.1,
+    client_lr: Any = 0.1,
+    server_lr: Any = 1.0,
+    weighting: Weighting = "uniform",
+    **local: Unpack[LocalOptions],
+) -> Algorithm:
+    """MetaMinibatchProx (Zhou et al., 2019): FedProx read as meta-learning, tasks weighted alike."""
+    return fedprox(loss, alpha=alpha, client_lr=client_lr, server_lr=server_lr, weighting=weighting, **local)
+
+
+def fomaml(
+    loss: Loss,
+    *,
+    client_lr: Any = 0.1,
+    server_lr: Any = 0.5,
+    weighting: Weighting = "uniform",
+    **local: Unpack[LocalOptions],
+) -> Algorithm:
+    """First-order MAML (Finn et al., 2017): only the last local gradient is sent (Theta_K)."""
+    check_number("client_lr", client_lr, low=0)
+    opt = server_optimizers.sgd(server_lr)
+    if "epochs" not in local:
+        local.setdefault("steps", 3)
+    return local_update(loss, gamma=client_lr, theta="K", server_opt=opt, weighting=weighting, **local)
+
+
+# --- fedavg under other server optimizers ----------------------------------------------------------------------------
+
+
+def fedavgm(
+    loss: Loss,
+    *,
+    client_lr: Any = 0.1,
+    server_lr: Any = 1.0,
+    momentum: Any = 0.9,
+    kind: Literal["heavy-ball", "nesterov", "average"] = "average",
+    weighting: Weighting = "examples",
+    **local: Unpack[LocalOptions],
+) -> Algorithm:
+    """FedAvgM (Hsu et al., 2019): server momentum of the named kind."""
+    opt = server_optimizers.momentum(server_lr, momentum, kind=kind)
+    return _averaging(loss, opt, client_lr, weighting=weighting, **local)
+
+
+def fedadam(
+    loss: Loss,
+    *,
+    client_lr: Any = 0.1,
+    server_lr: Any = 0.02,
+    b1: Any = 0.9,
+    b2: Any = 0.99,
+    tau: Any = 1e-3,
+    bias_correction: bool = False,
+    weighting: Weighting = "examples",
+    **local: Unpack[LocalOptions],
+) -> Algorithm:
+    """FedAdam (Reddi et al., 2021); optax's bias correction is an option."""
+    opt = server_optimizers.adaptive("adam", server_lr, b1=b1, b2=b2, tau=tau, bias_correction=bias_correction)
+    return _averaging(loss, opt, client_lr, weighting=weighting, **local)
+
+
+def fedyogi(
+    loss: Loss,
+    *,
+    client_lr: Any = 0.1,
+    server_lr: Any = 0.02,
+    b1: Any = 0.9,
+    b2: Any = 0.99,
+    tau: Any = 1e-3,
+    weighting: Weighting = "examples",
+    **local: Unpack[LocalOptions],
+) -> Algorithm:
+    """FedYogi (Reddi et al., 2021)."""
+    opt = server_optimizers.adaptive("yogi", server_lr, b1=b1, b2=b2, tau=tau)
+    return _averaging(loss, opt, client_lr, weighting=weighting, **local)
+
+
+def fedadagrad(
+    loss: Loss,
+    *,
+    client_lr: Any = 0.1,
+    server_lr: Any = 0.1,
+    b1: Any = 0.0,
+    tau: Any = 1e-3,
+    weighting: Weighting = "examples",
+    **local: Unpack[LocalOptions],
+) -> Algorithm:
+    """FedAdagrad (Reddi et al., 2021)."""
+    opt = server_optimizers.adaptive("adagrad", server_lr, b1=b1, tau=tau)
+    return _averaging(loss, opt, client_lr, weighting=weighting, **local)

@@ -1,0 +1,272 @@
+"""Mime, MimeLite and Loc-Mime over any base optimizer (U, V).
+
+S. P. Karimireddy, M. Jaggi, S. Kale, M. Mohri, S. J. Reddi, S. U. Stich, A. T. Suresh. Breaking the centralized barrier
+for cross-device federated learning. NeurIPS 2021. Algorithm 1; Algorithms 3 and 4 are its momentum and Adam.
+
+Client i starts from y = x and repeats, with mini-batches zeta and the base's state s as the server sent it,
+
+    g = grad f_i(y; zeta) - grad f_i(x; zeta) + c      (Mime: c is the cohort's full gradient at x)
+    g = grad f_i(y; zeta)                              (MimeLite)
+    y <- y - client_lr U(g, s),
+
+and sends x - y. The server, whose state alone touches V,
+
+    s <- V(mean of grad f_i(x), s),    x <- x - server_lr mean(x - y_i).
+
+The statistics are made once, at the server's model, and applied unchanged at every local step. Loc-Mime instead lets
+each client update its copy of s after every local step, s <- V(g, s), and forgets it when the round ends: the ablation
+that shows why one should not.
+
+Where c and the gradients of V come from is the protocol:
+
+    two-phase       two exchanges with the same clients: first their gradients, then their updates (Algorithm 1)
+    lagged          one exchange; c is that of the round before, 0 in the first (Algorithms 3 and 4)
+    split-cohort    two exchanges with two cohorts: one sends gradients, another trains (Section 5, Table 4)
+
+MimeLite uses no c, so that under it "two-phase" and "lagged" give the same and "lagged" is the cheaper one. Over a base
+without state (sgd) MimeLite asks for no gradient at all: it is FedAvg. If no gradient arrives in a round, s stays and
+the last c serves.
+
+Sends, in models: gradients 1 down and 1 up; updates 1 + s (+ 1 for Mime's c) down and 1 up, + 1 up if lagged. A pair of
+the split cohort: MimeLiteMom 5, MimeLiteAdam 6, MimeMom 6, MimeAdam 7. Clients keep nothing, so the second phase sends
+x again. Keeps: nothing on the clients.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+
+from fedbraid.algorithms._server_only import Gradients, Loss, full_gradients, gradient_exchange
+from fedbraid.algorithms.base_optimizers import BaseOptimizer, base_optimizer, warn_if_not_linear
+from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number
+from fedbraid.local import WEIGHTINGS, Fold, LocalOptions, LocalWork, Weighting, batches_of, weight_of
+from fedbraid.lowering.rewrite import fast_convolutions
+
+__all__ = ["PROTOCOLS", "Protocol", "locmime", "mime", "mimelite"]
+
+PyTree = Any
+Protocol = Literal["two-phase", "lagged", "split-cohort"]
+PROTOCOLS = ("two-phase", "lagged", "split-cohort")
+
+
+class MimeState(NamedTuple):
+    """The server: its model, the base's state s, Mime's c, and the s that waits for the round's end."""
+
+    params: PyTree
+    s: PyTree
+    c: PyTree = ()
+    pending: PyTree = ()
+
+
+class Sent(NamedTuple):
+    """What goes down beside the model."""
+
+    s: PyTree
+    c: PyTree
+
+
+class Walk(NamedTuple):
+    """A client on its way: its model, Loc-Mime's own copy of s, the step number and the sum of its batch losses."""
+
+    y: PyTree
+    s: PyTree
+    k: Any
+    loss: Any
+
+
+def _mime(
+    method: str,
+    loss: Loss,
+    *,
+    correction: bool,
+    local_state: bool,
+    base: BaseOptimizer,
+    client_lr: Any,
+    server_lr: Any,
+    protocol: Protocol,
+    weighting: Weighting,
+    local: LocalOptions,
+) -> Algorithm:
+    warn_if_not_linear(method, base)
+    rate = check_number("client_lr", base.lr if client_lr is None else client_lr, low=0, open_low=True)
+    check_number("server_lr", server_lr, low=0)
+    check_choice("protocol", protocol, PROTOCOLS)
+    check_choice("weighting", weighting, WEIGHTINGS)
+    loss = fast_convolutions(loss)
+    batches = batches_of(**local)
+    needs_gradients = correction or base.tracks
+    two_exchanges = needs_gradients and protocol != "lagged"
+
+    def start(down: Down, state: Any, key: Any) -> Walk:
+        return Walk(down.params, down.aux.s if local_state else (), jnp.int32(0), jnp.zeros((), jnp.result_type(float)))
+
+    def step(walk: Walk, batch: dict, key: Any, down: Down) -> Walk:
+        value, g = jax.value_and_grad(loss)(walk.y, batch, key)
+        if correction:
+            at_x = jax.grad(loss)(down.params, batch, key)
+            g = jax.tree.map(lambda g, at_x, c: g - at_x + c, g, at_x, down.aux.c)
+        s = walk.s if local_state else down.aux.s
+        return Walk(
+            jax.tree.map(lambda y, u: y - rate * u, walk.y, base.update(g, s, walk.y)),
+            base.track(g, s, walk.y) if local_state else (),
+            walk.k + 1,
+            walk.loss + value.astype(walk.loss.dtype),
+        )
+
+    def finish(walk: Walk, down: Down, state: Any, n: Any) -> Report:
+        sent = jax.tree.map(jnp.subtract, down.params, walk.y)
+        return Report(Up(sent), weight_of(weighting, n), metrics={"loss": walk.loss / walk.k})
+
+    def with_gradient(results: tuple[Report, Gradients], down: Down, state: Any, key: Any) -> Report:
+        report, gradients = results
+        return report._replace(up=report.up._replace(aux=gradients.at[0]))
+
+    def send(server: MimeState) -> Down:
+        return Down(server.params, Sent(server.s, server.c))
+
+    def receive_gradient(server: MimeState, aggregate: Aggregate, key: Any) -> MimeState:
+        c = aggregate.up.pseudograd
+        # the clients of this round still step with the old s (Appendix G), so the new one waits
+        pending = base.track(c, server.s, server.params)
+        return server._replace(c=c if correction else (), pending=pending)
+
+    def receive_update(server: MimeState, aggregate: Aggregate, key: Any) -> MimeState:
+        x = jax.tree.map(lambda x, g: x - server_lr * g, server.params, aggregate.up.pseudograd)
+        if two_exchanges:
+            return server._replace(params=x, s=server.pending)
+        if not needs_gradients:
+            return server._replace(params=x)
+        c = aggregate.up.aux
+        return MimeState(x, base.track(c, server.s, server.params), c if correction else ())
+
+    train = Fold(start, step, finish, batches)
+    if not needs_gradients or two_exchanges:
+        work = LocalWork((train,))
+    else:  # the pass for the gradient comes second, so that training draws the batches that FedAvg draws
+        work = LocalWork((train, full_gradients(loss, lambda down: (down.params,), batches.size)), with_gradient)
+    update = Exchange("train", send, work, receive_update)
+    exchanges = (update,)
+    if two_exchanges:
+        ask = gradient_exchange(loss, receive_gradient, name="gradient", weighting=weighting, batch_size=batches.size)
+        exchanges = (ask, update._replace(cohort="same" if protocol == "two-phase" else "fresh"))
+
+    def init(params: PyTree) -> MimeState:
+        s = base.init(params)
+        c = jax.tree.map(jnp.zeros_like, params) if correction else ()
+        return MimeState(params, s, c, s if two_exchanges else ())
+
+    return Algorithm(init=init, init_client=lambda params: (), exchanges=exchanges, params=lambda server: server.params)
+
+
+def mime(
+    loss: Loss,
+    *,
+    base: str | BaseOptimizer = "momentum",
+    client_lr: Any = None,
+    server_lr: Any = 1.0,
+    protocol: Protocol = "two-phase",
+    weighting: Weighting = "examples",
+    beta: Any = None,
+    b1: Any = None,
+    b2: Any = None,
+    eps: Any = None,
+    initial: Any = None,
+    bias_correction: bool | None = None,
+    **local: Unpack[LocalOptions],
+) -> Algorithm:
+    """Mime: every local step is one of the base optimizer on an SVRG-corrected gradient, with the server's state.
+
+    ``base`` is "sgd", "momentum", "adam", "adagrad" with their options (``beta``; ``b1``, ``b2``, ``eps``, ``initial``,
+    ``bias_correction``), or a :class:`BaseOptimizer`. ``client_lr`` defaults to 0.1, for adam to 0.01.
+
+    >>> quadratic = lambda params, batch, key: 0.5 * jnp.sum((params - batch["x"].mean(0)) ** 2)
+    >>> alg = mime(quadratic, base="adam", b2=0.999, client_lr=0.01, epochs=2)
+    >>> [(exchange.name, exchange.cohort) for exchange in alg.exchanges]
+    [('gradient', 'fresh'), ('train', 'same')]
+    """
+    return _mime(
+        "mime",
+        loss,
+        correction=True,
+        local_state=False,
+        base=base_optimizer(base, beta=beta, b1=b1, b2=b2, eps=eps, initial=initial, bias_correction=bias_correction),
+        client_lr=client_lr,
+        server_lr=server_lr,
+        protocol=protocol,
+        weighting=weighting,
+        local=local,
+    )
+
+
+def mimelite(
+    loss: Loss,
+    *,
+    base: str | BaseOptimizer = "momentum",
+    client_lr: Any = None,
+    server_lr: Any = 1.0,
+    protocol: Protocol = "lagged",
+    weighting: Weighting = "examples",
+    beta: Any = None,
+    b1: Any = None,
+    b2: Any = None,
+    eps: Any = None,
+    initial: Any = None,
+    bias_correction: bool | None = None,
+    **local: Unpack[LocalOptions],
+) -> Algorithm:
+    """MimeLite: Mime without the correction, so that no c is sent; over sgd it is FedAvg.
+
+    >>> alg = mimelite(lambda params, batch, key: jnp.sum(params**2), base="adagrad", protocol="split-cohort")
+    >>> [(exchange.name, exchange.cohort) for exchange in alg.exchanges]
+    [('gradient', 'fresh'), ('train', 'fresh')]
+    """
+    return _mime(
+        "mimelite",
+        loss,
+        correction=False,
+        local_state=False,
+        base=base_optimizer(base, beta=beta, b1=b1, b2=b2, eps=eps, initial=initial, bias_correction=bias_correction),
+        client_lr=client_lr,
+        server_lr=server_lr,
+        protocol=protocol,
+        weighting=weighting,
+        local=local,
+    )
+
+
+def locmime(
+    loss: Loss,
+    *,
+    base: str | BaseOptimizer = "momentum",
+    client_lr: Any = None,
+    server_lr: Any = 1.0,
+    correction: bool = True,
+    protocol: Protocol = "two-phase",
+    weighting: Weighting = "examples",
+    beta: Any = None,
+    b1: Any = None,
+    b2: Any = None,
+    eps: Any = None,
+    initial: Any = None,
+    bias_correction: bool | None = None,
+    **local: Unpack[LocalOptions],
+) -> Algorithm:
+    """Loc-Mime: Mime whose clients also update their copy of the base's state; ``correction=False``: MimeLite's.
+
+    >>> alg = locmime(lambda params, batch, key: jnp.sum(params**2), base="momentum", beta=0.5)
+    """
+    return _mime(
+        "locmime",
+        loss,
+        correction=correction,
+        local_state=True,
+        base=base_optimizer(base, beta=beta, b1=b1, b2=b2, eps=eps, initial=initial, bias_correction=bias_correction),
+        client_lr=client_lr,
+        server_lr=server_lr,
+        protocol=protocol,
+        weighting=weighting,
+        local=local,
+    )

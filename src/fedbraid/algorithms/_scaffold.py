@@ -1,0 +1,135 @@
+"""SCAFFOLD: every client corrects its drift by a control variate that it keeps.
+
+S. P. Karimireddy, S. Kale, M. Mohri, S. J. Reddi, S. U. Stich, A. T. Suresh. SCAFFOLD: Stochastic Controlled Averaging
+for Federated Learning. ICML 2020. Algorithm 1.
+
+The server has x and c, client i keeps c_i, all c at first 0. Client i starts from y = x, repeats K times
+
+    y <- y - client_lr (grad f_i(y; zeta) - c_i + c),
+
+renews its control variate by
+
+    option I:    c_i+ = grad f_i(x), its full gradient at the server's model (one more pass over its data)
+    option II:   c_i+ = c_i - c + (x - y) / (K client_lr), the mean of its local gradients
+
+and sends x - y and c_i+ - c_i. With S the clients that were heard, out of N,
+
+    x <- x - server_lr mean(x - y_i),    c <- c + |S|/N mean(c_i+ - c_i).
+
+The second mean is over clients, unweighted: only then is c = (1/N) sum_i c_i after every round. Hence SCAFFOLD stops at
+the optimum of the unweighted mean of the client losses; ``weighting="examples"`` changes the way there, not the place.
+
+Sends, in models: 2 down, 2 up. Keeps: one model per client, so clients must come back (cross-silo).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+
+from fedbraid.algorithms._server_only import Gradients, Loss, full_gradients
+from fedbraid.core import UNIFORM_AUX, Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number
+from fedbraid.local import WEIGHTINGS, Fold, LocalOptions, LocalWork, Weighting, batches_of, weight_of
+from fedbraid.lowering.rewrite import fast_convolutions
+
+__all__ = ["ScaffoldState", "scaffold", "share_heard"]
+
+PyTree = Any
+
+
+class ScaffoldState(NamedTuple):
+    """The server: its model and the mean c of all clients' control variates."""
+
+    params: PyTree
+    c: PyTree
+
+
+class Walk(NamedTuple):
+    """A client on its way: its model, the correction c - c_i, the step number and the sum of its batch losses."""
+
+    y: PyTree
+    shift: PyTree
+    k: Any
+    loss: Any
+
+
+def share_heard(aggregate: Aggregate) -> Any:
+    """|S|/N in the widest float there is: int32 by int32 would be float32, and the invariant would end there."""
+    wide = jnp.result_type(float)
+    return jnp.asarray(aggregate.count, wide) / jnp.asarray(aggregate.population, wide)
+
+
+def scaffold(
+    loss: Loss,
+    *,
+    client_lr: Any = 0.1,
+    server_lr: Any = 1.0,
+    option: Literal["I", "II"] = "II",
+    weighting: Weighting = "uniform",
+    **local: Unpack[LocalOptions],
+) -> Algorithm:
+    """SCAFFOLD with the control variates of option I or II.
+
+    >>> alg = scaffold(lambda params, batch, key: jnp.sum(params**2), client_lr=0.05, steps=10)
+    """
+    check_number("client_lr", client_lr, low=0, open_low=True)
+    check_number("server_lr", server_lr, low=0)
+    check_choice("option", option, ("I", "II"))
+    check_choice("weighting", weighting, WEIGHTINGS)
+    loss = fast_convolutions(loss)
+    batches = batches_of(**local)
+
+    def start(down: Down, c_i: PyTree, key: Any) -> Walk:
+        shift = jax.tree.map(jnp.subtract, down.aux, c_i)
+        return Walk(down.params, shift, jnp.int32(0), jnp.zeros((), jnp.result_type(float)))
+
+    def step(walk: Walk, batch: dict, key: Any, down: Down) -> Walk:
+        value, g = jax.value_and_grad(loss)(walk.y, batch, key)
+        y = jax.tree.map(lambda y, g, shift: y - client_lr * (g + shift), walk.y, g, walk.shift)
+        return Walk(y, walk.shift, walk.k + 1, walk.loss + value.astype(walk.loss.dtype))
+
+    def finish(walk: Walk, down: Down, c_i: PyTree, n: Any) -> Report:
+        sent = jax.tree.map(jnp.subtract, down.params, walk.y)
+        change = ()
+        if option == "II":
+            change = jax.tree.map(lambda d, c: d / (walk.k.astype(d.dtype) * client_lr) - c, sent, down.aux)
+        return Report(Up(sent, change), weight_of(weighting, n), c_i, {"loss": walk.loss / walk.k})
+
+    def renew(results: tuple, down: Down, c_i: PyTree, key: Any) -> Report:
+        report = results[0]
+        change = report.up.aux
+        if option == "I":
+            gradients: Gradients = results[1]
+            change = jax.tree.map(jnp.subtract, gradients.at[0], c_i)
+        return report._replace(up=Up(report.up.pseudograd, change), state=jax.tree.map(jnp.add, c_i, change))
+
+    def reconcile(c_i: PyTree, meant: Up, decoded: Up) -> PyTree:
+        """The client believes of its change what the server believes, so that c stays the mean of the c_i."""
+        return jax.tree.map(lambda c, m, d: c + (d - m), c_i, meant.aux, decoded.aux)
+
+    def receive(server: ScaffoldState, aggregate: Aggregate, key: Any) -> ScaffoldState:
+        heard = share_heard(aggregate)
+        return ScaffoldState(
+            jax.tree.map(lambda x, g: x - server_lr * g, server.params, aggregate.up.pseudograd),
+            jax.tree.map(lambda c, d: c + heard.astype(c.dtype) * d, server.c, aggregate.up.aux),
+        )
+
+    folds = (Fold(start, step, finish, batches),)
+    if option == "I":
+        folds = (*folds, full_gradients(loss, lambda down: (down.params,), batches.size))
+    exchange = Exchange(
+        "train",
+        lambda server: Down(server.params, server.c),
+        LocalWork(folds, renew),
+        receive,
+        reducer=UNIFORM_AUX,
+        reconcile=reconcile,
+    )
+    return Algorithm(
+        init=lambda params: ScaffoldState(params, jax.tree.map(jnp.zeros_like, params)),
+        init_client=lambda params: jax.tree.map(jnp.zeros_like, params),
+        exchanges=(exchange,),
+        params=lambda server: server.params,
+    )

@@ -1,0 +1,179 @@
+"""Products with a matrix that was given as rows, on a GPU: ``left' right`` of which some first rows are there so far.
+
+A client that takes few steps adds little to its weights: each step one row of ``left`` [R, d] and of ``right`` [R, o]
+for every example of a batch. Of ``left``, the long one, these kernels read the rows that are there and no more, and of
+several clients together each its own number of them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as gpu
+
+from fedbraid.lowering.kernels import interpreted
+from fedbraid.lowering.kernels.tiles import load, power, store
+
+__all__ = ["added", "empty", "inner", "outer", "total"]
+
+Array = jax.Array
+COPIED = 2048  # values of a row that one program of `added` copies
+
+
+class Tiles(NamedTuple):
+    """How the work is cut, and how a program runs."""
+
+    rows: int  # of left
+    columns: int  # of left, in one product
+    warps: int
+    stages: int
+    split: int = 4  # programs that share the columns
+
+
+# By the bytes of a value: the fastest of those tried on an H200, over 0 to 180 rows of 9,216 columns.
+INNER = {2: Tiles(rows=32, columns=128, warps=4, stages=3, split=6), 4: Tiles(32, 64, warps=4, stages=3, split=4)}
+OUTER = {2: Tiles(rows=64, columns=128, warps=4, stages=2), 4: Tiles(rows=16, columns=256, warps=4, stages=4)}
+
+
+def empty(shape: tuple[int, ...], dtype) -> Array:
+    """Memory that holds anything."""
+    return pl.pallas_call(
+        lambda _: None,
+        out_shape=jax.ShapeDtypeStruct(shape, dtype),
+        compiler_params=gpu.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpreted(),
+        name="grown_empty",
+    )()
+
+
+def inner(x: Array, left: Array, count: Array, tiles: Tiles | None = None) -> tuple[Array, Array]:
+    """``x left'`` [b, R] of x [b, d] with the first ``count`` rows of left, zero for the others.
+
+    Also left itself, with x written behind its first ``count`` rows, in place, as far as there is room.
+    """
+    (b, d), rows = x.shape, left.shape[0]
+    tiles = tiles or INNER[left.dtype.itemsize]
+    shares, left = pl.pallas_call(
+        partial(_inner_kernel, t=tiles, b=b, d=d),
+        grid=(-(-rows // tiles.rows) + 1, tiles.split),
+        out_shape=[
+            jax.ShapeDtypeStruct((tiles.split, b, rows), jnp.float32),
+            jax.ShapeDtypeStruct(left.shape, left.dtype),
+        ],
+        input_output_aliases={2: 1},
+        compiler_params=gpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        interpret=interpreted(),
+        name="grown_inner",
+    )(count.reshape(1), x.astype(left.dtype), left)
+    return shares.sum(0), left
+
+
+def _inner_kernel(count_ref, x_ref, left_ref, out_ref, new_ref, *, t: Tiles, b: int, d: int):
+    block, share = pl.program_id(0), pl.program_id(1)
+    count, height = count_ref[0], out_ref.shape[2]
+    batch, rows = jnp.arange(power(b)), block * t.rows + jnp.arange(t.rows)
+    blocks = -(-d // (t.columns * t.split))
+
+    def columns(i):
+        return (share * blocks + i) * t.columns + jnp.arange(t.columns)
+
+    def meet(i, total):
+        x, left = load(x_ref, batch, columns(i), b, d), load(left_ref, rows, columns(i), count, d)
+        return total + jnp.dot(x, left.T, preferred_element_type=jnp.float32)
+
+    def write(i, _):  # by programs of their own: a loop that also wrote would wait for each load
+        end = jnp.minimum(count + b, height)
+        store(new_ref, count + batch, columns(i), end, d, load(x_ref, batch, columns(i), b, d))
+
+    zero = jnp.zeros((batch.shape[0], t.rows), jnp.float32)
+    total = lax.fori_loop(0, blocks * lax.clamp(0, count - block * t.rows, 1), meet, zero)
+    store(out_ref, batch, rows, b, height, total, at=(share,))
+    lax.fori_loop(0, blocks * lax.clamp(0, block + 1 - -(-height // t.rows), 1), write, None)
+
+
+def outer(start: Array, h: Array, left: Array, count: Array, tiles: Tiles | None = None) -> Array:
+    """``start + h left`` [b, d] of h [b, R] with the first ``count`` rows of left, in the type of left."""
+    b, d = start.shape
+    tiles = tiles or OUTER[left.dtype.itemsize]
+    return pl.pallas_call(
+        partial(_outer_kernel, t=tiles, b=b, d=d),
+        grid=(-(-d // tiles.columns),),
+        out_shape=jax.ShapeDtypeStruct((b, d), left.dtype),
+        compiler_params=gpu.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        interpret=interpreted(),
+        name="grown_outer",
+    )(count.reshape(1), start.astype(left.dtype), h.astype(left.dtype), left)
+
+
+def _outer_kernel(count_ref, start_ref, h_ref, left_ref, out_ref, *, t: Tiles, b: int, d: int):
+    columns, batch = pl.program_id(0) * t.columns + jnp.arange(t.columns), jnp.arange(power(b))
+    count = count_ref[0]
+
+    def step(i, total):
+        rows = i * t.rows + jnp.arange(t.rows)
+        h, left = load(h_ref, batch, rows, b, count), load(left_ref, rows, columns, count, d)
+        return total + jnp.dot(h, left, preferred_element_type=jnp.float32)
+
+    start = load(start_ref, batch, columns, b, d).astype(jnp.float32)
+    total = lax.fori_loop(0, lax.div(count + t.rows - 1, t.rows), step, start)
+    store(out_ref, batch, columns, b, d, total)
+
+
+def total(left: Array, right: Array, lane: Array, count: Array) -> Array:
+    """``left[lane]' right[lane]`` [d, o] of the first ``count`` rows, of left [lanes, R, d] and right [lanes, R, o]."""
+    (_, _, d), o = left.shape, right.shape[2]
+    columns, width = power(d, most=128), power(o, most=128)
+    return pl.pallas_call(
+        partial(_total_kernel, d=d, o=o, columns=columns, width=width),
+        grid=(-(-d // columns), -(-o // width)),
+        out_shape=jax.ShapeDtypeStruct((d, o), jnp.float32),
+        compiler_params=gpu.CompilerParams(num_warps=4, num_stages=3),
+        interpret=interpreted(),
+        name="grown_total",
+    )(jnp.stack([lane, count]), left, right)
+
+
+def _total_kernel(which_ref, left_ref, right_ref, out_ref, *, d: int, o: int, columns: int, width: int):
+    lane, count = which_ref[0], which_ref[1]
+    i, j = pl.program_id(0) * columns + jnp.arange(columns), pl.program_id(1) * width + jnp.arange(width)
+
+    def step(block, total):
+        rows = block * 32 + jnp.arange(32)
+        left = load(left_ref, rows, i, count, d, at=(lane,))
+        right = load(right_ref, rows, j, count, o, at=(lane,))
+        return total + jnp.dot(left.T, right, preferred_element_type=jnp.float32)
+
+    zero = jnp.zeros((columns, width), jnp.float32)
+    store(out_ref, i, j, d, o, lax.fori_loop(0, lax.div(count + 31, 32), step, zero))
+
+
+def added(left: Array, rows: Array, count: Array, after: tuple[Array, ...] = ()) -> Array:
+    """``left`` with ``rows`` written behind its first ``count``, in place, as far as there is room.
+
+    ``after`` are values whose computation reads left as it was: the compiler, which does not look into a kernel, then
+    knows that nobody needs the old one any more, and makes no copy.
+    """
+    b, d = rows.shape
+    width = power(d, most=COPIED)
+    return pl.pallas_call(
+        partial(_added_kernel, d=d, width=width),
+        grid=(b, -(-d // width)),
+        out_shape=jax.ShapeDtypeStruct(left.shape, left.dtype),
+        input_output_aliases={2: 0},
+        compiler_params=gpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpreted(),
+        name="grown_added",
+    )(count.reshape(1), rows, left, *after)
+
+
+def _added_kernel(count_ref, rows_ref, _, *refs, d: int, width: int):
+    *_, out_ref = refs
+    row, columns = pl.program_id(0), pl.program_id(1) * width + jnp.arange(width)
+    at = count_ref[0] + row
+    values = gpu.load(rows_ref.at[row, columns], mask=columns < d, other=0.0)
+    gpu.store(out_ref.at[at, columns], values.astype(out_ref.dtype), mask=(columns < d) & (at < out_ref.shape[0]))

@@ -1,0 +1,250 @@
+"""Products, convolutions and pools that run fast one client per core on a CPU and batched over clients on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from fedbraid.lowering import kernels
+from fedbraid.lowering.transposable import linear
+from fedbraid.lowering.winograd import TILE, conv_blocks, from_blocks, to_blocks
+
+Array = jax.Array
+Dense = dict[str, Array]
+FEW_ROWS = 16  # of a batch whose transpose costs less than it saves
+
+
+def product(x: Array, w: Array) -> Array:
+    """``x @ w``, with a gradient of w that is faster on a CPU where a batch has few examples."""
+    if x.ndim == w.ndim == 2 and x.shape[0] <= FEW_ROWS and kernels.platform() == "cpu":
+        return _product(x, w)
+    return x @ w
+
+
+@jax.custom_jvp
+def _product(x: Array, w: Array) -> Array:
+    return x @ w
+
+
+@partial(_product.defjvp, symbolic_zeros=True)
+def _product_jvp(primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    terms = [] if isinstance(dx, SymbolicZero) else [dx @ w]
+    if not isinstance(dw, SymbolicZero):
+        terms.append(along_weights(x, dw))
+    y = x @ w
+    return y, sum(terms[1:], terms[0]) if terms else jnp.zeros_like(y)
+
+
+def along_weights(x: Array, dw: Array) -> Array:
+    """``x @ dw`` over the last axis, linear in dw.
+
+    Its transpose, a gradient of weights, sums over x's rows. XLA's fast products on a CPU want that sum along the rows
+    of their left matrix: there x is transposed in memory first.
+    """
+    if kernels.platform() != "cpu":
+        return x @ dw
+
+    def transpose(x: Array, dy: Array) -> Array:
+        return lax.optimization_barrier(x.T) @ dy
+
+    rows = x.reshape(-1, x.shape[-1])
+    return linear(lambda x, dw: x @ dw, transpose, rows, dw).reshape(*x.shape[:-1], -1)
+
+
+def dense(params: Dense, x: Array) -> Array:
+    """``x @ w + b`` over the last axis."""
+    if x.ndim <= 2:
+        return product(x, params["w"]) + params["b"]
+    # As one matrix: of more axes the gradient's product makes XLA transpose arrays on a CPU, which takes longer.
+    return dense(params, x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+
+
+Padding = str | int | Sequence[tuple[int, int]]
+Pads = tuple[tuple[int, int], tuple[int, int]]
+
+
+def conv2d(
+    x: Array, kernel: Array, *, stride: int | tuple[int, int] = 1, padding: Padding = "VALID", precision=None
+) -> Array:
+    """Convolution of images [B, H, W, in] with a kernel [kh, kw, in, out], made of matrix products.
+
+    XLA's own convolution is slow in the two places a federated simulation uses it: on a CPU inside a loop (one client
+    after the other), and with per-client kernels under ``vmap`` (a grouped convolution). This one is a matrix product
+    in both: Winograd's for 3x3 kernels of stride 1 on a CPU, patches times kernel (im2col) for the rest. On NVIDIA's
+    GPUs patches are gathered inside of one kernel and never written to memory.
+
+    Args:
+        x: images, channels last.
+        kernel: [kh, kw, in, out].
+        stride: one for both axes, or (down, across).
+        padding: ``"VALID"``, ``"SAME"`` (as XLA and TensorFlow define it), a number, or ((top, bottom), (left, right)).
+        precision: of the matrix products, as in ``jax.numpy.matmul``; tiles always take the highest.
+
+    >>> import jax.numpy as jnp
+    >>> conv2d(jnp.ones((1, 4, 4, 1)), jnp.ones((3, 3, 1, 1)))[0, :, :, 0]
+    Array([[9., 9.],
+           [9., 9.]], dtype=float32)
+    """
+    kh, kw, c, out = kernel.shape
+    _check_images(x, kernel)
+    strides = (stride, stride) if isinstance(stride, int) else (stride[0], stride[1])
+    pads = paddings(x.shape[1:3], (kh, kw), strides, padding)
+    b, (h, w) = x.shape[0], window_counts(x, (kh, kw), strides, pads)
+    if has_kernel(x, kernel, precision):
+        from fedbraid.lowering.kernels.convolution import convolve
+
+        return convolve(x, kernel, _geometry(x, kernel, strides, pads))
+    x = jnp.pad(x, ((0, 0), *pads, (0, 0))) if any(map(any, pads)) else x
+    if strides == (1, 1) and (kh, kw) == (3, 3) and winograd_pays(b, h, w, c, x.dtype):
+        return from_blocks(conv_blocks(to_blocks(x), kernel), h, w)
+    columns = patches(x, (kh, kw), strides).reshape(b * h * w, kh * kw * c)
+    return jnp.matmul(columns, kernel.reshape(kh * kw * c, out), precision=precision).reshape(b, h, w, out)
+
+
+def conv_relu(
+    params: Dense, x: Array, *, stride: int | tuple[int, int] = 1, padding: Padding = "VALID", pool: bool = False
+) -> Array:
+    """ReLU(convolution + bias); with ``pool``, of the largest of each 2 x 2 cell of the convolution.
+
+    On NVIDIA's GPUs this is one kernel, forwards as well as for each gradient. There, where products are asked to take
+    bfloat16, what leaves a layer is kept as such: the next one would round it anyway.
+
+    >>> import jax.numpy as jnp
+    >>> layer = {"w": jnp.ones((3, 3, 1, 1)), "b": jnp.array([-8.5])}
+    >>> conv_relu(layer, jnp.ones((1, 4, 4, 1)))[0, :, :, 0].tolist()
+    [[0.5, 0.5], [0.5, 0.5]]
+    >>> conv_relu(layer, jnp.ones((1, 4, 4, 1)), pool=True)[0, :, :, 0].tolist()
+    [[0.5]]
+    """
+    kernel, bias = params["w"], params["b"]
+    _check_images(x, kernel)
+    strides = (stride, stride) if isinstance(stride, int) else (stride[0], stride[1])
+    if has_kernel(x, kernel):
+        from fedbraid.lowering.kernels import activated
+
+        pads = paddings(x.shape[1:3], (kernel.shape[0], kernel.shape[1]), strides, padding)
+        geometry = _geometry(x, kernel, strides, pads)
+        weights = jnp.concatenate([kernel.reshape(-1, kernel.shape[-1]), bias[None]])
+        if not pool:
+            return activated.convolve_relu(x, weights, geometry, kernels.stored())
+        if activated.pools(kernel.shape[2], geometry.window, strides):
+            return activated.convolve_relu_pool(x, weights, geometry)
+    x = conv2d(x.astype(kernel.dtype), kernel, stride=strides, padding=padding)
+    # Bias and ReLU commute with the maximum: after it, they touch a quarter of the values.
+    return jax.nn.relu((max_pool(x) if pool else x) + bias)
+
+
+def _check_images(x: Array, kernel: Array) -> None:
+    c = kernel.shape[2]
+    if x.ndim != 4 or x.shape[-1] != c:
+        raise ValueError(
+            f"a convolution takes images [B, H, W, {c}] for a kernel of shape {kernel.shape}, got {x.shape}"
+        )
+
+
+def _geometry(x: Array, kernel: Array, strides: tuple[int, int], pads: Pads) -> Any:
+    """What a convolution does to the axes of images, as kernels take it."""
+    from fedbraid.lowering.kernels.convolution import Geometry
+
+    window, ((top, _), (left, _)) = (kernel.shape[0], kernel.shape[1]), pads
+    return Geometry(window, strides, low=(top, left), out=window_counts(x, window, strides, pads))
+
+
+def has_kernel(x: Array | jax.ShapeDtypeStruct, kernel: Array | jax.ShapeDtypeStruct, precision=None) -> bool:
+    """Whether a convolution is one kernel of this library: on NVIDIA's GPUs, in float32."""
+    if precision is not None or not kernels.available():
+        return False
+    from fedbraid.lowering.kernels.convolution import pays
+
+    return pays(x, kernel)
+
+
+def winograd_pays(b: int, h: int, w: int, channels: int, dtype) -> bool:
+    """Whether a 3x3 convolution to b images of h x w is faster by tiles than by patches: on a CPU, mostly.
+
+    On a GPU both move about the same memory, and tiles would need full precision where patches take tensor cores: 61
+    against 48 ms for ten steps of 100 clients of the EMNIST CNN on an H200.
+    """
+    tiles = b * -(-h // TILE) * -(-w // TILE)
+    # Multiplications a pair of channels. The 15 stands for transforming the kernel, 0.55 for the other transforms;
+    # both were fitted to timings on one AVX-512 core.
+    fewer = 36 * (tiles + 15) <= 0.55 * 9 * b * h * w
+    return jax.default_backend() == "cpu" and channels >= 8 and fewer and dtype in (jnp.float32, jnp.float64)
+
+
+def patches(x: Array, window: tuple[int, int], strides: tuple[int, int] = (1, 1)) -> Array:
+    """im2col: the windows of [B, H, W, C] as [B, h, w, kh * kw * C], in the order of a kernel's first three axes."""
+    h, w = window_counts(x, window, strides)
+    (down, across), (kh, kw) = strides, window
+    taps = [
+        x[:, i : i + (h - 1) * down + 1 : down, j : j + (w - 1) * across + 1 : across]
+        for i in range(kh)
+        for j in range(kw)
+    ]
+    return taps[0] if len(taps) == 1 else jnp.concatenate(taps, axis=-1)
+
+
+def window_counts(x: Array, window: tuple[int, int], strides: tuple[int, int], pads: Pads = ((0, 0), (0, 0))) -> tuple:
+    """How many windows fit images [B, H, W, C], down and across."""
+    sizes = [x.shape[1 + axis] + sum(pads[axis]) for axis in (0, 1)]
+    h, w = ((sizes[axis] - window[axis]) // strides[axis] + 1 for axis in (0, 1))
+    if min(h, w) < 1:
+        raise ValueError(f"a window of {window[0]} x {window[1]} does not fit images of {sizes[0]} x {sizes[1]}")
+    return h, w
+
+
+def paddings(sizes: Sequence[int], window: tuple[int, int], strides: tuple[int, int], padding: Padding) -> Pads:
+    """The zeros that ``padding`` asks for, in front of and behind each axis of images of ``sizes``."""
+    if padding == "VALID":
+        return (0, 0), (0, 0)
+    if padding == "SAME":
+        short = [max((-(-size // s) - 1) * s + k - size, 0) for size, k, s in zip(sizes, window, strides, strict=True)]
+        return (short[0] // 2, short[0] - short[0] // 2), (short[1] // 2, short[1] - short[1] // 2)
+    if isinstance(padding, int):
+        return (padding, padding), (padding, padding)
+    if isinstance(padding, str):
+        raise ValueError(f"padding must be 'VALID', 'SAME', a number or two pairs of numbers, got {padding!r}")
+    (top, bottom), (left, right) = padding
+    return (top, bottom), (left, right)
+
+
+def max_pool(x: Array, window: int = 2) -> Array:
+    """The largest of each window of [B, H, W, C], windows side by side; rows and columns that fill none are left out.
+
+    Where several are largest the gradient goes to the first, as in XLA and PyTorch.
+
+    >>> import jax.numpy as jnp
+    >>> max_pool(jnp.arange(16.0).reshape(1, 4, 4, 1))[0, :, :, 0].tolist()
+    [[5.0, 7.0], [13.0, 15.0]]
+    """
+    b, h, w, c = x.shape
+    x = x[:, : h - h % window, : w - w % window].reshape(b, h // window, window, w // window, window, c)
+    return window_max(x, (2, 4))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def window_max(x: Array, axes: tuple[int, ...]) -> Array:
+    """``x.max(axes)`` with the gradient at the first largest entry alone: cheaper than sharing it among equals."""
+    return x.max(axes)
+
+
+@window_max.defjvp
+def _window_max_jvp(axes, primals, tangents):
+    (x,), (dx,) = primals, tangents
+    largest = window_max(x, axes)
+    shape = [x.shape[axis] if axis in axes else 1 for axis in range(x.ndim)]
+    entries = list(np.ndindex(*shape))
+    first = jnp.full(largest.shape, len(entries) - 1, jnp.uint8 if len(entries) < 256 else jnp.int32)
+    for number, entry in reversed(list(enumerate(entries[:-1]))):
+        here = x[tuple(at if axis in axes else slice(None) for axis, at in enumerate(entry))]
+        first = jnp.where(here == largest, first.dtype.type(number), first)
+    number = np.arange(len(entries), dtype=first.dtype).reshape(shape)
+    return largest, jnp.where(jnp.expand_dims(first, axes) == number, dx, 0).sum(axes)

@@ -1,0 +1,174 @@
+"""Doors for models made elsewhere: equinox, flax, or plain functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from fedbraid.lowering.rewrite import fast_convolutions
+from fedbraid.models.model import SCORES, Array, Batch, Model, PyTree, mask_of, supervised
+
+Score = Callable[[Array, Array, Array], Mapping[str, tuple[Array, Array]]]
+
+
+def from_functions(
+    init: Callable[[Array], PyTree],
+    loss: Callable[[PyTree, Batch, Array | None], Array],
+    metrics: Callable[[PyTree, Batch], dict[str, tuple[Array, Array]]] | None = None,
+    predict: Callable[[PyTree, Array], Array] | None = None,
+) -> Model:
+    """A model from the user's own functions, with their convolutions made fast.
+
+    Args:
+        init: (key) -> params.
+        loss: (params, batch, key) -> scalar; it must take ``batch["mask"]`` into account itself.
+        metrics: (params, batch) -> {name: (sums [B], weights [B])}; without it the only metric is the batch's loss.
+        predict: (params, x) -> outputs.
+
+    >>> import jax, jax.numpy as jnp
+    >>> model = from_functions(lambda key: jnp.zeros(2), lambda p, batch, key: jnp.sum((p - batch["x"]) ** 2))
+    >>> float(model.loss(model.init(jax.random.key(0)), {"x": jnp.ones(2)}, None))
+    2.0
+    """
+    for name, function in (("init", init), ("loss", loss)):
+        if not callable(function):
+            raise ValueError(f"from_functions needs a callable {name}, got {function!r}")
+    fast_loss = fast_convolutions(loss)
+
+    def loss_alone(params: PyTree, batch: Batch) -> dict[str, tuple[Array, Array]]:
+        mask = mask_of(batch)
+        return {"loss": (mask * fast_loss(params, batch, None), mask)}
+
+    def no_predict(params: PyTree, x: Array) -> Array:
+        raise ValueError("this model was made by from_functions without predict: pass predict=(params, x) -> outputs")
+
+    return Model(
+        init,
+        fast_loss,
+        fast_convolutions(metrics) if metrics else loss_alone,
+        fast_convolutions(predict) if predict else no_predict,
+    )
+
+
+def from_equinox(module: Any, *, score: str | Score = "classes", batched: bool = False) -> Model:
+    """A model from an equinox module, with its convolutions made fast.
+
+    ``params`` are the module's floating-point arrays; everything else in it is fixed. In training the module gets a
+    ``key`` (one an example) if its call takes one; in evaluation it runs in ``equinox.nn.inference_mode`` without.
+
+    Args:
+        module: the module, or (key) -> module. A finished module starts where it is, whatever the seed.
+        score: ``"classes"`` (cross entropy, accuracy), ``"values"`` (squared error), ``"tokens"`` (sequences, 0 is
+            padding), or (outputs, y, mask) -> {name: (sums [B], weights [B])} with a metric ``"loss"``.
+        batched: the module takes a whole batch; by default it takes one example and is mapped over the batch.
+
+    >>> import equinox as eqx, jax
+    >>> model = from_equinox(lambda key: eqx.nn.MLP(4, 3, width_size=8, depth=1, key=key))
+    >>> model.predict(model.init(jax.random.key(0)), jax.numpy.ones((5, 4))).shape
+    (5, 3)
+    """
+    import equinox as eqx
+
+    make = (lambda key: module) if isinstance(module, eqx.Module) else module
+    if not callable(make):
+        raise ValueError(f"from_equinox needs an equinox module or a function (key) -> module, got {module!r}")
+    sample = eqx.filter_eval_shape(make, jax.random.key(0)) if make is module else module
+    if not isinstance(sample, eqx.Module):
+        raise ValueError(f"from_equinox: the function returned a {type(sample).__name__}, not an equinox module")
+    _refuse_state(sample, eqx)
+    takes_key = _takes(sample, "key")
+
+    # What is not a parameter (functions, flags, integer tables) is the same for every key.
+    _, fixed = eqx.partition(make(jax.random.key(0)), eqx.is_inexact_array)
+
+    def init(key):
+        return eqx.filter(make(key), eqx.is_inexact_array)
+
+    def apply(params, x, key):
+        network = eqx.combine(params, fixed)
+        if key is None:
+            network = eqx.nn.inference_mode(network)
+        if key is None or not takes_key:
+            return network(x) if batched else jax.vmap(network)(x)
+        if batched:
+            return network(x, key=key)
+        return jax.vmap(lambda one, k: network(one, key=k))(x, jax.random.split(key, x.shape[0]))
+
+    return supervised(init, fast_convolutions(apply), _score(score))
+
+
+def from_flax(
+    module: Any,
+    example: Any,
+    *,
+    score: str | Score = "classes",
+    training: Mapping[str, Any] | None = None,
+    evaluation: Mapping[str, Any] | None = None,
+) -> Model:
+    """A model from a ``flax.linen`` module, or anything with its ``init`` and ``apply``; convolutions are made fast.
+
+    Args:
+        module: a module over whole batches, without state beside its parameters (no batch normalisation).
+        example: an input of the right shape, with its batch axis, for ``module.init``.
+        score: as in ``from_equinox``.
+        training: further arguments of a training call, such as ``{"train": True}``; its key is ``rngs["dropout"]``.
+        evaluation: those of an evaluation call and of ``init``, such as ``{"train": False}``.
+
+    >>> class Scale:  # what flax.linen modules offer
+    ...     def init(self, key, x):
+    ...         return {"params": jax.numpy.ones(x.shape[1:])}
+    ...     def apply(self, variables, x, rngs=None):
+    ...         return x * variables["params"]
+    >>> import jax
+    >>> from_flax(Scale(), jax.numpy.ones((1, 3))).init(jax.random.key(0)).shape
+    (3,)
+    """
+    for method in ("init", "apply"):
+        if not callable(getattr(module, method, None)):
+            raise ValueError(
+                f"from_flax needs a flax.linen module, got a {type(module).__name__} without {method}(); "
+                "wrap other modules with from_functions"
+            )
+    training, evaluation = dict(training or {}), dict(evaluation or {})
+    collections = jax.eval_shape(lambda key: module.init(key, example, **evaluation), jax.random.key(0))
+    extra = sorted(set(collections) - {"params"})
+    if extra:
+        raise ValueError(
+            f"{type(module).__name__} keeps state in {', '.join(extra)}, which clients cannot average like parameters; "
+            "use group or layer normalisation instead of batch normalisation"
+        )
+
+    def init(key):
+        return module.init(key, example, **evaluation)["params"]
+
+    def apply(params, x, key):
+        if key is None:
+            return module.apply({"params": params}, x, **evaluation)
+        return module.apply({"params": params}, x, rngs={"dropout": key}, **training)
+
+    return supervised(init, fast_convolutions(apply), _score(score))
+
+
+def _score(score: str | Score) -> Score:
+    if callable(score):
+        return score
+    if score not in SCORES:
+        raise ValueError(f"score must be one of {', '.join(SCORES)} or a function, got {score!r}")
+    return SCORES[score]
+
+
+def _takes(module: Any, argument: str) -> bool:
+    parameters = inspect.signature(type(module).__call__).parameters
+    return argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _refuse_state(module: Any, eqx: Any) -> None:
+    leaves = jax.tree.leaves(module, is_leaf=lambda leaf: isinstance(leaf, eqx.nn.StateIndex))
+    if any(isinstance(leaf, eqx.nn.StateIndex) for leaf in leaves):
+        raise ValueError(
+            f"{type(module).__name__} keeps state (batch or spectral normalisation), which clients cannot average like "
+            "parameters; use group or layer normalisation"
+        )

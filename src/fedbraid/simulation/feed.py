@@ -1,0 +1,160 @@
+"""Feeding the engine: cohorts laid out ahead of time, and the cohorts' examples when the data fits no device.
+
+With resident data only slots travel. With streamed data a thread gathers each cohort's examples into one flat block
+per device, so that the next cohort is on its way while this one trains.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from fedbraid.core import Algorithm
+from fedbraid.data.federated import Split
+from fedbraid.data.store import gather
+from fedbraid.simulation.devices import place, replicated, sharded
+from fedbraid.simulation.plan import Load, Plan, Slots, cohorts_of, lay_out, steps_of
+
+__all__ = ["Feed", "Portion"]
+
+
+class Portion(NamedTuple):
+    """Rounds ready to run: per exchange the slots ``[rounds, ...]`` and the arrays they point into."""
+
+    first: int
+    number: int
+    slots: tuple[Slots, ...]
+    arrays: tuple[dict[str, Any], ...]
+    loads: list[list[Load]]  # [round][exchange]
+
+
+class Feed:
+    """Lays out the cohorts of a run, round by round, for one algorithm, plan and data set."""
+
+    def __init__(
+        self, alg: Algorithm, plan: Plan, mesh: Mesh, split: Split, *, seed: int, window: int, stream: bool
+    ) -> None:
+        self.alg, self.plan, self.mesh, self.split = alg, plan, mesh, split
+        self.seed, self.stream = seed, stream
+        self.window = 1 if stream else window  # rounds per portion at most: the static length of the slots
+        self._resident: dict[str, Any] | None = None
+        self._rows = 0
+
+    def with_plan(self, plan: Plan) -> Feed:
+        """The same rounds laid out by another plan; data that is on the devices stays there."""
+        other = Feed(self.alg, plan, self.mesh, self.split, seed=self.seed, window=self.window, stream=self.stream)
+        other._resident = self._resident
+        return other
+
+    def layout(self, round_: int) -> list[tuple[Slots, Load]]:
+        """The slots of every exchange of a round, with offsets into the whole data."""
+        population, laid_out = self.split.num_clients, []
+        cohorts = cohorts_of(self.alg, self.seed, round_, population, self.plan.cohort)
+        for exchange, ids in zip(self.alg.exchanges, cohorts, strict=True):
+            starts = np.asarray(self.split.offsets[ids])
+            sizes = np.asarray(self.split.offsets[ids + 1]) - starts
+            laid_out.append(lay_out(self.plan, ids, starts, sizes, steps_of(exchange.client, sizes), population))
+        return laid_out
+
+    def resident_arrays(self) -> dict[str, Any]:
+        if self._resident is None:
+            put = replicated(self.mesh)
+            self._resident = {name: place(np.asarray(a), put) for name, a in self.split.arrays.items()}
+        return self._resident
+
+    def reserve(self, rounds: range) -> None:
+        """Streamed blocks have one size for the whole run, the largest needed, so that it compiles once."""
+        if self.stream:
+            rows = [self._block_rows(slots) for r in rounds for slots, _ in self.layout(r)]
+            self._rows = max([self._rows, 1, *rows])  # of all that was reserved: several seeds may share a program
+
+    def _block_rows(self, slots: Slots) -> int:
+        sizes = np.where(slots.ids < self.split.num_clients, slots.size, 0)
+        return int(sizes.reshape(self.plan.devices, -1).sum(1).max())
+
+    def portion(self, first: int, number: int) -> Portion:
+        """Rounds ``first`` to ``first + number``, at most ``window`` of them."""
+        layouts = [self.layout(first + i) for i in range(number)]
+        loads = [[load for _, load in layout] for layout in layouts]
+        indices = range(len(self.alg.exchanges))
+        if self.stream:
+            blocks = [self._block(slots) for slots, _ in layouts[0]]
+            slots = tuple(jax.tree.map(lambda leaf: leaf[None], block) for block, _ in blocks)
+            return Portion(first, 1, slots, tuple(arrays for _, arrays in blocks), loads)
+        padded = layouts + [layouts[-1]] * (self.window - number)
+        slots = tuple(
+            jax.tree.map(lambda *leaves: np.stack(leaves), *(layout[i][0] for layout in padded)) for i in indices
+        )
+        return Portion(first, number, slots, tuple(self.resident_arrays() for _ in indices), loads)
+
+    def _block(self, slots: Slots) -> tuple[Slots, dict[str, Any]]:
+        """The examples of a cohort, one block of rows per device, and slots whose offsets point into the blocks.
+
+        A host reads the blocks of its own devices alone.
+        """
+        devices, rows = self.plan.devices, self._rows
+        ids = slots.ids.reshape(devices, -1)
+        offset, sizes = np.zeros_like(ids), slots.size.reshape(devices, -1)
+        mine = self._mine()
+        fields = self.split.arrays.items()
+        arrays = {name: np.zeros((len(mine) * rows, *a.shape[1:]), a.dtype) for name, a in fields}
+        for d in range(devices):
+            live = slots.live[d]
+            offset[d, :live] = np.cumsum(sizes[d, :live]) - sizes[d, :live]
+        for block, d in enumerate(mine):
+            for name, array in gather(self.split, ids[d][: slots.live[d]]).arrays.items():
+                arrays[name][block * rows : block * rows + len(array)] = array
+        return slots._replace(offset=offset.ravel()), arrays
+
+    def _mine(self) -> list[int]:
+        """Which devices of the mesh are this process's."""
+        own = jax.process_index()
+        return [i for i, device in enumerate(self.mesh.devices.flat) if device.process_index == own]
+
+    def _put(self, arrays: tuple[dict[str, Any], ...]) -> Any:
+        """Blocks of this host's devices onto them."""
+        if not self.mesh.is_multi_process:
+            return jax.device_put(arrays, sharded(self.mesh))
+        rows, where = self._rows * self.plan.devices, sharded(self.mesh)
+        return jax.tree.map(lambda a: jax.make_array_from_process_local_data(where, a, (rows, *a.shape[1:])), arrays)
+
+    def portions(self, first: int, stop: int) -> Iterator[Portion]:
+        """Streamed portions one after the other, the next being gathered while one is used."""
+        ready: queue.Queue[Portion | BaseException | None] = queue.Queue(maxsize=2)
+        done = threading.Event()
+
+        def offer(item: Portion | BaseException | None) -> None:
+            while not done.is_set():
+                try:
+                    ready.put(item, timeout=0.1)
+                    return
+                except queue.Full:
+                    continue
+
+        def gather() -> None:
+            try:
+                for round_ in range(first, stop):
+                    if done.is_set():
+                        return
+                    offer(self.portion(round_, 1))
+                offer(None)
+            except BaseException as error:  # handed to the consumer, who raises it
+                offer(error)
+
+        thread = threading.Thread(target=gather, name="fedbraid-prefetch", daemon=True)
+        thread.start()
+        try:
+            while (item := ready.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                # put here, not in the thread: jax's settings, such as float64, belong to the thread of the caller
+                yield item._replace(arrays=self._put(item.arrays))
+        finally:
+            done.set()
+            thread.join()

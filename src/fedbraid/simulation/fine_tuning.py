@@ -1,0 +1,148 @@
+"""Post-adaptation evaluation: how good a model is on a client after a few steps on that client's own examples.
+
+Meta-learning aims at this and not at the model as it is sent (C. Finn, P. Abbeel, S. Levine, ICML 2017), yet any model
+can be adapted, and plain FedAvg followed by fine-tuning is a strong contender (Y. Jiang et al., Improving federated
+learning personalization via model agnostic meta learning, 2019). So scores hold the values before and after adaptation
+side by side, and `compare_adapted` will not make a table without FedAvg in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedbraid.core import check_count, check_number
+from fedbraid.data.federated import FederatedData, Split
+from fedbraid.local import Batches, ClientData
+from fedbraid.lowering.rewrite import fast_convolutions
+from fedbraid.simulation.evaluate import summarize
+
+__all__ = ["FEDAVG_ROW", "adaptation", "compare_adapted", "divide"]
+
+PyTree = Any
+Scores = dict[str, Any]
+FEDAVG_ROW = "fedavg + fine-tuning"
+CHUNK = 32  # clients adapted at a time on an accelerator; a CPU takes them one by one
+
+
+def adaptation(
+    loss: Callable,
+    metrics: Callable,
+    data: Split | FederatedData,
+    *,
+    steps: int = 5,
+    lr: Any = 0.1,
+    batch_size: int | None = 20,
+    support: float = 0.5,
+    seed: int = 0,
+) -> Callable[[PyTree], Scores]:
+    """A function of params: fine-tune on each client's support set by ``steps`` steps of SGD, test on its query set.
+
+    data: a split, each of whose clients is divided at random into support (the share ``support``) and query examples,
+        the same for every params; or federated data whose test split is by the training clients, each of which adapts
+        on its training examples and is tested on its test examples (``support`` plays no part then).
+    returns: like an evaluator, ``{name: [2, clients]}`` of sums and weights for `summarize`: every metric before
+        adaptation under its own name, and after it under ``adapted_<name>``. A client without query examples weighs 0.
+
+    >>> split = Split.from_clients([{"x": np.full((4, 1), c)} for c in (1.0, 3.0)])
+    >>> loss = lambda params, batch, key: 0.5 * jnp.sum((params - batch["x"]) ** 2 * batch["mask"][:, None]) / 2
+    >>> def metrics(params, batch):
+    ...     return {"error": (jnp.abs(params - batch["x"])[:, 0] * batch["mask"], batch["mask"])}
+    >>> row = summarize(adaptation(loss, metrics, split, steps=50)(jnp.array([2.0])), "")
+    >>> round(float(row["error"]), 3), round(float(row["adapted_error"]), 3)
+    (1.0, 0.005)
+    """
+    check_count("steps", steps)
+    check_number("lr", lr, low=0)
+    loss = fast_convolutions(loss)
+    batches = Batches(batch_size, steps=steps)
+    tuning, query = _sets(data, support, seed)
+    on_device = [{name: jnp.asarray(a) for name, a in split.arrays.items()} for split in (tuning, query)]
+    places = [(jnp.asarray(s.offsets[:-1], jnp.int32), jnp.asarray(s.sizes, jnp.int32)) for s in (tuning, query)]
+    caps = [max(int(s.sizes.max()), 1) for s in (tuning, query)]
+
+    @jax.jit
+    def evaluate(params: PyTree, arrays: Any, places: Any) -> Scores:
+        def one(client: tuple) -> Scores:
+            number, (start, size), (test_start, test_size) = client
+            own = ClientData(arrays[0], start, size, caps[0])
+            test = ClientData(arrays[1], test_start, test_size, caps[1]).everything()
+            key = jax.random.fold_in(jax.random.key(seed), number)
+            order, noise = jax.random.fold_in(key, 0), jax.random.fold_in(key, 1)
+
+            def step(k: Any, y: PyTree) -> PyTree:
+                g = jax.grad(loss)(y, batches.take(own, k, order), jax.random.fold_in(noise, k))
+                return jax.tree.map(lambda y, g: y - lr * g, y, g)
+
+            adapted = jax.lax.fori_loop(0, steps, step, params)
+            after = {f"adapted_{name}": score for name, score in metrics(adapted, test).items()}
+            both = metrics(params, test) | after
+            return {name: jnp.stack([jnp.sum(s), jnp.sum(w)]) for name, (s, w) in both.items()}
+
+        chunk = None if jax.default_backend() == "cpu" else CHUNK
+        scores = jax.lax.map(one, (jnp.arange(tuning.num_clients), *places), batch_size=chunk)
+        return {name: score.T for name, score in scores.items()}
+
+    return lambda params: evaluate(params, on_device, places)
+
+
+def compare_adapted(
+    adapt: Callable[[PyTree], Scores], fedavg: PyTree, others: Mapping[str, PyTree]
+) -> dict[str, dict[str, float]]:
+    """A row of summarized scores per model, before and after adaptation, FedAvg + fine-tuning always the first.
+
+    adapt: what `adaptation` returned; fedavg: params that FedAvg trained on the same data; others: params by name.
+
+    >>> adapt = lambda params: {"accuracy": jnp.array([[params], [1.0]]), "adapted_accuracy": jnp.ones((2, 1))}
+    >>> table = compare_adapted(adapt, 0.5, {"maml": 0.25})
+    >>> [(name, row["accuracy"], row["adapted_accuracy"]) for name, row in table.items()]
+    [('fedavg + fine-tuning', 0.5, 1.0), ('maml', 0.25, 1.0)]
+    """
+    if FEDAVG_ROW in others:
+        raise ValueError(f"the name {FEDAVG_ROW!r} is FedAvg's own row; give another name in others")
+    rows = {FEDAVG_ROW: fedavg, **others}
+    return {
+        name: {key: float(value) for key, value in summarize(adapt(params), "").items()}
+        for name, params in rows.items()
+    }
+
+
+def divide(split: Split, support: float, *, seed: int = 0) -> tuple[Split, Split]:
+    """Every client's examples in two, at random: a support and a query split of the same clients.
+
+    A client's support set has at least one example; a client with a single example has no query set.
+
+    >>> a, b = divide(Split.from_clients([{"x": np.arange(4)}, {"x": np.arange(1)}]), 0.5)
+    >>> a.sizes.tolist(), b.sizes.tolist()
+    ([2, 1], [2, 0])
+    """
+    check_number("support", support, low=0, high=1, open_low=True, open_high=True)
+    inner, outer = [], []
+    for i, (start, n) in enumerate(zip(split.offsets[:-1], split.sizes, strict=True)):
+        rows = start + np.random.default_rng([seed, i]).permutation(int(n))
+        cut = min(max(1, round(support * int(n))), max(1, int(n) - 1))
+        inner.append(rows[:cut])
+        outer.append(rows[cut:])
+    parts = [Split.from_assignment(split.arrays, parts, split.ids) for parts in (inner, outer)]
+    return parts[0], parts[1]
+
+
+def _sets(data: Split | FederatedData, support: float, seed: int) -> tuple[Split, Split]:
+    if isinstance(data, Split):
+        data.check()
+        tuning, query = divide(data, support, seed=seed)
+    else:
+        if data.test is None or not data.aligned:
+            raise ValueError(
+                "adaptation to federated data needs a test split by the training clients, in their order; to adapt "
+                "other clients give their split (data.test or data.unseen), which is then divided by support"
+            )
+        data.check()
+        tuning, query = data.train, data.test
+    if query.num_examples == 0:
+        raise ValueError("no client has a query example: adaptation cannot be tested; lower support")
+    return tuning, query

@@ -1,0 +1,124 @@
+"""Out of device memory: the run goes on with fewer clients at a time, and ends where it would have."""
+
+import functools
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbraid as fb
+from fedbraid.simulation import Checkpoints, simulate
+from zoo import clients, loss, start
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+OPTIONS = {"rounds": 4, "cohort": 4, "devices": 1}
+
+
+def scarce(limit, *, after=0):
+    """The zoo's loss on a device where more than ``limit`` clients together do not fit, from some call on."""
+    calls = []
+
+    def allocate(mask):
+        calls.append(mask.shape)
+        together = mask.shape[0] if mask.ndim > 1 else 1
+        if together > limit and len(calls) > after:
+            raise MemoryError(f"RESOURCE_EXHAUSTED: Out of memory while trying to allocate {together} clients.")
+        return np.zeros(mask.shape[:-1], np.float32)
+
+    def hungry(params, batch, key):
+        # the program itself fails, in the middle of its work, as a device does
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        return loss(params, batch, key) + jax.pure_callback(allocate, shape, batch["mask"], vmap_method="broadcast_all")
+
+    return hungry
+
+
+def algorithm(loss):
+    return fb.scaffold(loss, client_lr=0.05, batch_size=2, epochs=2)
+
+
+def close(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-12, atol=1e-12)
+
+
+@functools.cache
+def undisturbed():
+    return simulate(algorithm(loss), start(), clients(), **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("plan", "limit", "states_in", "data_in", "halved"),
+    [
+        ("chunks", 2, "device", "host", [("4", "2")]),  # and there it stays
+        ("lanes", 1, "host", "device", [("4", "2"), ("2", "1")]),
+    ],
+)
+def test_the_chunk_halves_and_nothing_is_lost(plan, limit, states_in, data_in, halved):
+    whole = undisturbed()
+    with pytest.warns(UserWarning, match="out of device memory") as notices:
+        got = simulate(
+            algorithm(scarce(limit, after=3)),
+            start(),
+            clients(),
+            plan=plan,
+            chunk=4,
+            states_in=states_in,
+            data_in=data_in,
+            on_progress=lambda progress: None,  # looks after every round or so: earlier ones must stay done
+            **OPTIONS,
+        )
+    assert [re.search(r"with (\d) .* again with (\d)$", str(n.message)).groups() for n in notices] == halved
+    assert got.info.plan.chunk == limit
+    close(got.params, whole.params)
+    states = got.states.read(np.arange(5)) if states_in == "host" else got.states
+    close(states, whole.states)
+    assert got.info.steps == whole.info.steps
+    for name, column in whole.history.items():
+        np.testing.assert_allclose(got.history[name], column, rtol=1e-12)
+
+
+def test_an_exchange_that_fails_takes_the_round_back():
+    """Two exchanges, states on the host: the second fails in every round, the first must not count twice."""
+
+    def two(second):
+        base = algorithm(loss).exchanges[0]
+        other = algorithm(second).exchanges[0]._replace(name="again", cohort="same")
+        return algorithm(loss)._replace(exchanges=(base, other))
+
+    whole = simulate(two(loss), start(), clients(), **OPTIONS)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        got = simulate(two(scarce(1)), start(), clients(), plan="chunks", chunk=2, states_in="host", **OPTIONS)
+    close(got.params, whole.params)
+    close(got.states.read(np.arange(5)), whole.states)
+
+
+def test_one_client_that_does_not_fit_is_an_error_and_the_checkpoint_stays(tmp_path):
+    options = {**OPTIONS, "checkpoints": Checkpoints(tmp_path, every=1)}
+    told = []
+    with pytest.raises(MemoryError, match=r"round \d with one client at a time.*data_in.*RESOURCE_EXHAUSTED"):
+        simulate(
+            algorithm(scarce(0, after=30)), start(), clients(), plan="sequential", on_progress=told.append, **options
+        )
+    assert told  # it got somewhere, and goes on from there on a larger device
+    resumed = simulate(
+        algorithm(loss), start(), clients(), **{**options, "checkpoints": Checkpoints(tmp_path, every=1, resume=True)}
+    )
+    close(resumed.params, undisturbed().params)
+
+
+def test_other_errors_are_not_taken_for_it():
+    def broken(params, batch, key):
+        def fail(mask):
+            raise ValueError("a bug")
+
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        return loss(params, batch, key) + jax.pure_callback(fail, shape, batch["mask"], vmap_method="sequential")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
+        simulate(algorithm(broken), start(), clients(), plan="chunks", chunk=4, **OPTIONS)
