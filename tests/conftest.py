@@ -50,6 +50,16 @@ def x64():
         yield
 
 
+@pytest.fixture(autouse=True)
+def _only_expected_notices():
+    """A notice that no test expects (see tests/told.py) fails the test that caused it."""
+    from told import collecting
+
+    with collecting() as texts:
+        yield
+    assert not texts, f"unexpected notices: {texts}"
+
+
 ROW = re.compile(r"tests/(?:test_laws|flower/test_zoo)\.py::.*\[([\w:]+)\]$")
 
 

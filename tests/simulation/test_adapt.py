@@ -6,8 +6,8 @@ import pytest
 
 from closed_forms import loss, problem
 from fedbraid import FederatedData, Split
-from fedbraid.simulation.fine_tuning import FEDAVG_ROW, adaptation, compare_adapted, divide
 from fedbraid.simulation.evaluate import client_values, summarize
+from fedbraid.simulation.fine_tuning import FEDAVG_ROW, adaptation, compare_adapted, divide
 
 pytestmark = pytest.mark.usefixtures("x64")
 

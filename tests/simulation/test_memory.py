@@ -2,7 +2,6 @@
 
 import functools
 import re
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import pytest
 
 import fedbraid as fb
 from fedbraid.simulation import Checkpoints, simulate
+from told import collecting, told
 from zoo import clients, loss, start
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -60,7 +60,7 @@ def undisturbed():
 )
 def test_the_chunk_halves_and_nothing_is_lost(plan, limit, states_in, data_in, halved):
     whole = undisturbed()
-    with pytest.warns(UserWarning, match="out of device memory") as notices:
+    with told(match="out of device memory") as notices:
         got = simulate(
             algorithm(scarce(limit, after=3)),
             start(),
@@ -72,7 +72,7 @@ def test_the_chunk_halves_and_nothing_is_lost(plan, limit, states_in, data_in, h
             on_progress=lambda progress: None,  # looks after every round or so: earlier ones must stay done
             **OPTIONS,
         )
-    assert [re.search(r"with (\d) .* again with (\d)$", str(n.message)).groups() for n in notices] == halved
+    assert [re.search(r"with (\d) .* again with (\d)$", n).groups() for n in notices] == halved
     assert got.info.plan.chunk == limit
     close(got.params, whole.params)
     states = got.states.read(np.arange(5)) if states_in == "host" else got.states
@@ -91,8 +91,7 @@ def test_an_exchange_that_fails_takes_the_round_back():
         return algorithm(loss)._replace(exchanges=(base, other))
 
     whole = simulate(two(loss), start(), clients(), **OPTIONS)
-    with warnings.catch_warnings(record=True):
-        warnings.simplefilter("always")
+    with collecting():
         got = simulate(two(scarce(1)), start(), clients(), plan="chunks", chunk=2, states_in="host", **OPTIONS)
     close(got.params, whole.params)
     close(got.states.read(np.arange(5)), whole.states)
@@ -100,12 +99,12 @@ def test_an_exchange_that_fails_takes_the_round_back():
 
 def test_one_client_that_does_not_fit_is_an_error_and_the_checkpoint_stays(tmp_path):
     options = {**OPTIONS, "checkpoints": Checkpoints(tmp_path, every=1)}
-    told = []
+    seen = []
     with pytest.raises(MemoryError, match=r"round \d with one client at a time.*data_in.*RESOURCE_EXHAUSTED"):
         simulate(
-            algorithm(scarce(0, after=30)), start(), clients(), plan="sequential", on_progress=told.append, **options
+            algorithm(scarce(0, after=30)), start(), clients(), plan="sequential", on_progress=seen.append, **options
         )
-    assert told  # it got somewhere, and goes on from there on a larger device
+    assert seen  # it got somewhere, and goes on from there on a larger device
     resumed = simulate(
         algorithm(loss), start(), clients(), **{**options, "checkpoints": Checkpoints(tmp_path, every=1, resume=True)}
     )

@@ -1,7 +1,6 @@
 """Large populations: only clients that were asked take room, and a checkpoint of their states copies none of them."""
 
 import os
-import warnings
 from pathlib import Path
 
 import jax
@@ -16,6 +15,7 @@ from fedbraid import address
 from fedbraid.data.store import StoreWriter
 from fedbraid.experiment import ConfigError, build, load_config
 from fedbraid.simulation import Checkpoints, HostStates, checkpoint, simulate
+from told import collecting
 from zoo import clients, counting
 
 MB = 1 << 20
@@ -140,8 +140,7 @@ def test_states_of_forty_gigabytes_take_the_room_of_those_who_were_asked(tmp_pat
     alg = fb.scaffold(pull, client_lr=0.1, batch_size=1)
 
     def run(folder, **more):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that hardly anybody is asked twice
+        with collecting():  # a notice says that hardly any client is asked twice
             return simulate(
                 alg, jnp.zeros(width), data, rounds=rounds, cohort=cohort, devices=1, states_in=folder, **more
             )

@@ -13,6 +13,7 @@ from fedbraid.simulation.devices import client_mesh
 from fedbraid.simulation.engine import _total
 from fedbraid.simulation.feed import Feed
 from fedbraid.simulation.plan import Plan, lay_out
+from told import told
 from zoo import ROWS, clients, counting, loss, start
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -306,5 +307,5 @@ def test_bad_data_is_refused_by_client_and_field():
 
 
 def test_state_that_is_hardly_used_is_warned_of():
-    with pytest.warns(UserWarning, match="less than once"):
+    with told(match="less than once"):
         simulate(counting(), jnp.float64(2.0), clients(), rounds=1, cohort=2, devices=1)

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import json
-import warnings
 from typing import NamedTuple
 
 import jax
@@ -18,6 +17,7 @@ from fedbraid.simulation import Checkpoints, bernoulli, simulate, tune
 from fedbraid.simulation import plan as plans
 from fedbraid.simulation.devices import client_mesh
 from fedbraid.simulation.plan import Plan
+from told import collecting, told
 from zoo import ROWS, clients, counting, loss, start
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -47,10 +47,9 @@ def clock(monkeypatch, seconds):
 
 def quietly(*args, **options):
     """A run, and what it had to say."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with collecting() as said:
         result = simulate(*args, **options)
-    return result, [str(w.message) for w in said]
+    return result, said
 
 
 def close(a, b, tolerance=1e-12):
@@ -163,12 +162,12 @@ def test_the_fastest_is_taken_told_and_remembered(monkeypatch, cache):
     assert str(cache) in said[1]
 
     del asked[:]
-    for chunk, told in (("tuned", ["remembered"]), ("auto", [])):  # auto takes it too, and says nothing
+    for chunk, expected in (("tuned", ["remembered"]), ("auto", [])):  # auto takes it too, and says nothing
         again, said = quietly(alg, start(), clients(), chunk=chunk, **options)
         assert again.info.plan == first.info.plan
         assert again.info.tuning == ("remembered", first.info.tuning.seconds)
-        assert [word for word in told if word in said[0]] == told
-        assert len(said) == len(told)
+        assert [word for word in expected if word in said[0]] == expected
+        assert len(said) == len(expected)
     rated, _ = quietly(fb.fedsgd(loss, server_lr=0.01), start(), clients(), chunk="tuned", **options)
     assert rated.info.tuning.how == "remembered"  # another rate takes no other time
     assert asked == []
@@ -248,7 +247,7 @@ def test_under_a_transformation_it_is_auto(cache):
     def final(rate):
         return simulate(fb.fedsgd(loss, server_lr=rate), start(), clients(), rounds=2, devices=1, chunk="tuned").params
 
-    with pytest.warns(UserWarning, match=r"'tuned' is taken as 'auto': inside jax.vmap or jax.jit") as said:
+    with told(match=r"'tuned' is taken as 'auto': inside jax.vmap or jax.jit") as said:
         got = jax.vmap(final)(jnp.array([0.01, 0.05]))
     assert len(said) == 1
     assert not cache.exists()
@@ -382,7 +381,7 @@ def test_no_program_is_traced_for_a_job_that_looks_like_none(cache):
 def test_a_file_that_is_none_of_ours_is_ignored_and_rewritten(cache, text):
     cache.parent.mkdir()
     cache.write_bytes(text.encode("latin-1"))
-    with pytest.warns(UserWarning, match=r"plans.json .*: it is ignored") as said:
+    with told(match=r"plans.json .*: it is ignored") as said:
         assert tune.recall(Known()) is None
     assert len(said) == 1
     tune.remember(Known(), RECORD)

@@ -21,7 +21,6 @@ never when they are stored; off is Table 5.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ import jax.numpy as jnp
 import optax
 
 from fedbraid.core import check_choice, check_number, is_traced, is_zero
+from fedbraid.notices import notice
 
 __all__ = [
     "BASES",
@@ -182,12 +182,10 @@ def from_optax(tx: optax.GradientTransformation, *, name: str = "optax", linear:
 def warn_if_not_linear(method: str, base: BaseOptimizer) -> None:
     """Warn, naming both, where a method's guarantee needs U to be linear and it is not."""
     if not base.linear:
-        warnings.warn(
+        notice(
             f"{method}: the update of the base optimizer {base.name!r} is only approximately linear in the gradient, "
             f"and {method} averages updates as if it were linear; use a base of Table 5 ({', '.join(BASES)}), or pass "
             "linear=True to from_optax if it is linear",
-            UserWarning,
-            stacklevel=4,
         )
 
 

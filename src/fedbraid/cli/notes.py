@@ -1,31 +1,36 @@
-"""What the library warns of, as a line that people read."""
+"""The library's notices as lines that people read."""
 
 from __future__ import annotations
 
 import contextlib
-import warnings
+import logging
 from collections.abc import Iterator
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
+from fedbraid.notices import LOGGER
+
 __all__ = ["as_notes"]
+
+
+class _Lines(logging.Handler):
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self.console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.console.print(f"[yellow]note:[/] {escape(record.getMessage())}", soft_wrap=True)
 
 
 @contextlib.contextmanager
 def as_notes(console: Console) -> Iterator[None]:
-    """What the library warns its caller of is one line here; other people's warnings are shown as they are."""
-    before = warnings.showwarning
-
-    def show(message: Any, category: Any, *where: Any, **more: Any) -> None:
-        if category is UserWarning:
-            console.print(f"[yellow]note:[/] {escape(str(message))}", soft_wrap=True)
-        else:
-            before(message, category, *where, **more)
-
-    warnings.showwarning = show
+    """Print notices of the library on ``console`` while this context is open."""
+    handler, passed_on = _Lines(console), LOGGER.propagate
+    LOGGER.addHandler(handler)
+    LOGGER.propagate = False  # shown here, so not again by a handler of the root logger
     try:
         yield
     finally:
-        warnings.showwarning = before
+        LOGGER.removeHandler(handler)
+        LOGGER.propagate = passed_on

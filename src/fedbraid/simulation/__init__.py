@@ -1,9 +1,9 @@
 """Federated runs on this machine: compiled rounds, arrival models, evaluation, checkpoints."""
 
-from fedbraid.simulation.fine_tuning import adaptation, compare_adapted
 from fedbraid.simulation.arrival import bernoulli, deadline, everyone
 from fedbraid.simulation.devices import use_cores
 from fedbraid.simulation.evaluate import evaluator, summarize
+from fedbraid.simulation.fine_tuning import adaptation, compare_adapted
 from fedbraid.simulation.run import Checkpoints, Progress, Result, simulate
 from fedbraid.simulation.shadow import ShadowTrace, draw_shadow, trace_shadow
 from fedbraid.simulation.states import HostStates

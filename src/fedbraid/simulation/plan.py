@@ -15,7 +15,6 @@ Three plans share one layout of *slots* (device-major):
 from __future__ import annotations
 
 import heapq
-import warnings
 from collections.abc import Callable
 from itertools import groupby, zip_longest
 from typing import Any, Literal, NamedTuple
@@ -30,6 +29,7 @@ from fedbraid.costs import data_shapes
 from fedbraid.data.federated import Split
 from fedbraid.local import ClientData, LocalWork
 from fedbraid.lowering.convolutions import with_convolutions
+from fedbraid.notices import notice
 from fedbraid.simulation import hosts
 from fedbraid.simulation.devices import free_memory
 
@@ -221,9 +221,7 @@ def choose_plan(
 ) -> Plan:
     """The plan by rule, from the kind of device and its memory; :mod:`fedbraid.simulation.tune` measures instead."""
     if check_chunk(chunk) == "tuned":
-        warnings.warn(
-            "chunk = 'tuned' is measured for single runs alone; several points in one program take 'auto'", stacklevel=2
-        )
+        notice("chunk = 'tuned' is measured for single runs alone; several points in one program take 'auto'")
         chunk = "auto"
     device, devices = mesh.local_devices[0], mesh.devices.size
     if kind == "auto":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +23,7 @@ from fedbraid.lowering.convolutions import CONVOLUTIONS, Convolutions
 from fedbraid.lowering.grown import MATRICES, Matrices
 from fedbraid.lowering.precision import PRECISIONS, Precision
 from fedbraid.lowering.rewrite import fast_convolutions
+from fedbraid.notices import notice
 from fedbraid.simulation import checkpoint, hosts, tune
 from fedbraid.simulation.arrival import Arrival, everyone
 from fedbraid.simulation.devices import client_mesh, free_memory, host_memory, place, replicated
@@ -157,10 +157,9 @@ def simulate(
     check_choice("matrices", matrices, MATRICES)
     traffic = cost(alg, params, split)  # checks the structure too, before anything compiles
     if jax.tree.leaves(jax.eval_shape(alg.init_client, params)) and rounds * size < split.num_clients:
-        warnings.warn(
+        notice(
             f"clients keep state here, but {rounds} rounds of {size} reach a client of {split.num_clients} less than "
-            "once: their state is hardly ever used; more rounds, a larger cohort or a stateless method fits better",
-            stacklevel=2,
+            "once: their state is hardly ever used; more rounds, a larger cohort or a stateless method fits better"
         )
 
     mesh = client_mesh(devices)
@@ -502,9 +501,8 @@ class _Run:
             )
         smaller = plan._replace(chunk=plan.chunk // 2)
         what = "lanes" if plan.kind == "lanes" else "clients at a time"
-        warnings.warn(
-            f"out of device memory with {plan.chunk} {what}: round {self.done + 1} is run again with {smaller.chunk}",
-            stacklevel=5,
+        notice(
+            f"out of device memory with {plan.chunk} {what}: round {self.done + 1} is run again with {smaller.chunk}"
         )
         self.feed = self.feed.with_plan(smaller)
         self.engine = self.program(smaller)

@@ -22,7 +22,6 @@ import platform
 import re
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,6 +39,7 @@ from fedbraid.local import LocalWork
 from fedbraid.lowering.convolutions import Convolutions
 from fedbraid.lowering.grown import Matrices
 from fedbraid.lowering.precision import Precision
+from fedbraid.notices import notice
 from fedbraid.simulation import hosts
 from fedbraid.simulation.arrival import Arrival
 from fedbraid.simulation.devices import cores
@@ -232,7 +232,7 @@ def _read(path: Path, *, tell: bool) -> dict[str, dict[str, Any]]:
     except (OSError, ValueError, KeyError) as error:
         problem = f"cannot be read ({type(error).__name__})"
     if tell:
-        warnings.warn(f"{path} {problem}: it is ignored, and written anew by the next tuning", stacklevel=6)
+        notice(f"{path} {problem}: it is ignored, and written anew by the next tuning")
     return {}
 
 
@@ -492,4 +492,4 @@ def _span(seconds: float) -> str:
 
 def _say(sentence: str) -> None:
     if hosts.is_first():
-        warnings.warn(sentence, stacklevel=4)
+        notice(sentence)

@@ -1,0 +1,40 @@
+"""Notices in tests: those that are expected are named; any other fails its test."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator
+
+from fedbraid.notices import LOGGER
+
+
+class Collector(logging.Handler):
+    """Keeps the texts of notices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[list[str]]:
+    """The texts of all notices while this is open; whoever collected before does not see them."""
+    collector, before = Collector(), list(LOGGER.handlers)
+    LOGGER.handlers[:] = [collector]
+    try:
+        yield collector.texts
+    finally:
+        LOGGER.handlers[:] = before
+
+
+@contextlib.contextmanager
+def told(match: str) -> Iterator[list[str]]:
+    """Like ``pytest.warns``: at least one notice must match."""
+    with collecting() as texts:
+        yield texts
+    assert any(re.search(match, text) for text in texts), f"no notice matches {match!r}: {texts}"
