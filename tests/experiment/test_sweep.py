@@ -12,7 +12,7 @@ from fedbraid import simulate
 from fedbraid.cli.app import make_app
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.experiment import ConfigError, build, load_config, many, search, sweep
-from fedbraid.experiment.many import Together, traceable, with_values
+from fedbraid.experiment.points import points_program, traceable, with_values
 from fedbraid.experiment.sweep import Lab, Tuning, hold_out_validation, run_sweep, tune
 from fedbraid.experiment.trials import Criterion, Trials, best_point, read_trials
 from fedbraid.simulation.feed import Feed
@@ -187,7 +187,7 @@ def several():
     config = small("algorithm.name=scaffold", f"{RATE}=0.1")
     data = build(config).data
     points = [{RATE: rate} for rate in (0.01, 0.03, 0.1, NAN, 0.3)]
-    program = Together(config, data, [RATE], points=5, seeds=[3], test=data.test)
+    program = points_program(config, data, [RATE], points=5, seeds=[3], test=data.test)
     return config, data, points, program, program.run(points, seed=3, rounds=6)
 
 
@@ -243,7 +243,7 @@ def test_streamed_data_gives_the_same(several):
     """Cohorts that come from the host one by one, at a seed with larger cohorts than the configuration's own."""
     config, data, points, _, outcome = several
     streamed = with_values(config, {"engine.data_in": "host", "cohort": 4})
-    program = Together(streamed, data, [RATE], points=2, seeds=[0, 1, 3], test=data.test)
+    program = points_program(streamed, data, [RATE], points=2, seeds=[0, 1, 3], test=data.test)
     assert program.feed.stream
     again = program.run(points[:2], seed=3, rounds=6)
     for name, column in again.history.items():
@@ -260,9 +260,9 @@ def test_on_lanes_a_sweep_keeps_as_many_as_shorten_a_round(several):
     clients = [{"x": rng.normal(size=(n, 64)).astype(np.float32), "y": rng.integers(0, 10, n)} for n in sizes]
     data = FederatedData(Split.from_clients(clients), info={"classes": 10})
     lanes = with_values(config, {"cohort": "all", "algorithm.batch_size": 10, "engine.plan": "lanes"})
-    program = Together(lanes, data, [RATE], points=5, seeds=[3])
+    program = points_program(lanes, data, [RATE], points=5, seeds=[3])
     assert program.plan.chunk == 2
-    reference = Together(with_values(lanes, {"engine.plan": "sequential"}), data, [RATE], points=5, seeds=[3])
+    reference = points_program(with_values(lanes, {"engine.plan": "sequential"}), data, [RATE], points=5, seeds=[3])
     ours, theirs = (p.run(points, seed=3, rounds=2).history["train/loss"] for p in (program, reference))
     np.testing.assert_allclose(ours[:3], theirs[:3], rtol=1e-4)
 
@@ -460,7 +460,7 @@ def test_a_point_that_cannot_fit_says_how_large_it_is(monkeypatch):
     data = build(config).data
     monkeypatch.setattr("fedbraid.experiment.many.free_memory", lambda device: 1000)
     with pytest.raises(ConfigError, match=r"one point of this sweep needs .* GB and there are .* GB to use"):
-        Together(config, data, [RATE], points=2, seeds=[3], test=data.test)
+        points_program(config, data, [RATE], points=2, seeds=[3], test=data.test)
 
 
 def test_trials_of_another_format_are_refused(tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedbraid import address, algorithms, transforms
@@ -136,9 +135,3 @@ def _arrival(config: Config) -> Callable:
         return late
     lost = arrival.bernoulli(given.drop)
     return arrival.both(lost, late)
-
-
-def states_in(config: Config) -> Any:
-    """Where client states are kept, as ``simulate`` takes it: a word or a folder."""
-    word = config.engine.states_in
-    return word if word in ("auto", "device", "host") else Path(word)

@@ -38,9 +38,10 @@ from fedbraid.data.federated import FederatedData
 from fedbraid.experiment import runfolder
 from fedbraid.experiment.assembly import assemble, load_named
 from fedbraid.experiment.config import Config, ConfigError, dump, parse, read_tree, sentences
-from fedbraid.experiment.many import Outcome, Together, with_values
+from fedbraid.experiment.points import points_program, with_values
 from fedbraid.experiment.sweep import Lab, News, Tuning, hold_out_validation, parse_tuning, tune
 from fedbraid.experiment.trials import Criterion, Trials, pick_metric
+from fedbraid.simulation.points import Points, PointsResult
 
 __all__ = ["Comparison", "Method", "Protocol", "cohorts_of", "load_comparison", "reopen_comparison", "run_comparison"]
 
@@ -324,13 +325,13 @@ def _finals(
 ) -> list[Final]:
     """Run a tuned method at every seed on all training data; seeds that are there already are only read."""
     seeds = range(config.seed, config.seed + comparison.settings.seeds)
-    program: Together | None = None
+    program: Points | None = None
     finals = []
     for seed in seeds:
         place = folder / f"seed-{seed}"
         if not (place / runfolder.SUMMARY).is_file():
             if program is None:
-                program = Together(config, data, (), points=1, seeds=seeds, test=data.test)
+                program = points_program(config, data, (), points=1, seeds=seeds, test=data.test)
             if tell is not None:
                 tell(News((seed - seeds[0]) / len(seeds), 0, 0, None, None, f"testing, seed {seed}"))
             outcome = program.run([{}], seed=seed, rounds=config.rounds)
@@ -341,7 +342,7 @@ def _finals(
     return finals
 
 
-def _write_run(place: Path, config: Config, outcome: Outcome) -> None:
+def _write_run(place: Path, config: Config, outcome: PointsResult) -> None:
     place.mkdir(parents=True, exist_ok=True)
     (place / runfolder.CONFIG).write_text(dump(config))
     history = {name: column[0] for name, column in outcome.history.items()}

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from fedbraid.experiment import runfolder
-from fedbraid.experiment.assembly import Experiment, build, states_in
+from fedbraid.experiment.assembly import Experiment, build
 from fedbraid.experiment.config import Config, dump
 from fedbraid.experiment.plots import curves
 from fedbraid.simulation import Checkpoints, Progress, hosts, simulate
@@ -59,14 +59,7 @@ def run_config(
         metrics=experiment.metrics if experiment.data.test is not None else None,
         eval_every=config.evaluation.every,
         arrival=experiment.arrival,
-        plan=config.engine.plan,
-        chunk=config.engine.chunk,
-        devices=config.engine.devices,
-        data_in=config.engine.data_in,
-        convolutions=config.engine.convolutions,
-        precision=config.engine.precision,
-        matrices=config.engine.matrices,
-        states_in=states_in(config),
+        engine=config.engine,
         checkpoints=Checkpoints(saved, config.checkpoint.every, resume and saved.is_dir() and any(saved.iterdir())),
         on_progress=watched,
     )
@@ -112,7 +105,6 @@ def run_config(
             "local_steps": info.steps,
             "masked_share": info.masked_share,
             "imbalance": info.imbalance,
-            "tuning": info.tuning and info.tuning._asdict(),
         },
         "params_sha256": runfolder.params_sha256(result.params),
         "out": str(out),

@@ -33,8 +33,9 @@ from fedbraid.data.partition import hold_out
 from fedbraid.experiment import search
 from fedbraid.experiment.assembly import assemble, load_named
 from fedbraid.experiment.config import Config, ConfigError, dump, parse, read_tree, sentences
-from fedbraid.experiment.many import Outcome, Point, Together, measured, traceable, with_values
+from fedbraid.experiment.points import Point, measured, points_program, traceable, with_values
 from fedbraid.experiment.trials import Criterion, Row, Trials, best_point, pick_metric
+from fedbraid.simulation.points import Points, PointsResult
 
 __all__ = [
     "Lab",
@@ -152,7 +153,7 @@ class Lab:
         metric = pick_metric(tuning.metric, *measured(assemble(first, tuned_on), tuned_on, PREFIX), PREFIX)
         self.criterion = Criterion(metric, tuning.last, tuning.target)
         self.traced = traceable(first, tuned_on, values)
-        self.programs: dict[Any, Together] = {}
+        self.programs: dict[Any, Points] = {}
         self.compiled = 0
 
     def check(self) -> None:
@@ -206,7 +207,7 @@ class Lab:
     def _static(self, point: Point) -> str:
         return json.dumps({key: value for key, value in point.items() if key not in self.traced}, default=str)
 
-    def program(self, points: Sequence[Point]) -> Together:
+    def program(self, points: Sequence[Point]) -> Points:
         """A program for these points: one that is there already if it takes about as many at a time."""
         static = self._static(points[0])
         for (known, _), program in self.programs.items():
@@ -216,7 +217,7 @@ class Lab:
             self.programs.pop(next(iter(self.programs)))
         config = with_values(self.config, points[0])
         data, most = self.data_of(config), self.tuning.at_once
-        made = Together(
+        made = points_program(
             config,
             data,
             self.traced,
@@ -230,7 +231,7 @@ class Lab:
         self.compiled += 1
         return made
 
-    def row(self, i: int, point: Point, seed: int, outcome: Outcome, j: int, status: str, together: int) -> Row:
+    def row(self, i: int, point: Point, seed: int, outcome: PointsResult, j: int, status: str, together: int) -> Row:
         criterion = self.criterion
         diverged = bool(outcome.diverged[j])
         sums = {
@@ -369,7 +370,7 @@ class _Work:
         alive = [
             i for i in points if not all((i, s) in have and have[i, s]["rounds"] < self.rounds for s in self.seeds)
         ]
-        kept: dict[tuple[int, int], Outcome] = {}
+        kept: dict[tuple[int, int], PointsResult] = {}
         marks = [rounds for rounds, _ in ladder]
         for rounds, go_on in ladder:
             if rounds <= decided:
@@ -383,7 +384,7 @@ class _Work:
         rounds: int,
         go_on: int,
         have: dict[tuple[int, int], Row],
-        kept: dict[tuple[int, int], Outcome],
+        kept: dict[tuple[int, int], PointsResult],
         marks: Sequence[int],
     ) -> list[int]:
         rows: dict[int, list[Row]] = {}
@@ -414,12 +415,12 @@ class _Work:
 
     def _chunk(
         self,
-        program: Together,
+        program: Points,
         points: dict[int, Point],
         ids: list[int],
         seed: int,
         rounds: int,
-        kept: dict[tuple[int, int], Outcome],
+        kept: dict[tuple[int, int], PointsResult],
         keep: bool,
         marks: Sequence[int],
     ) -> list[Row]:
@@ -461,7 +462,7 @@ class _Work:
         self.on_news(News(done, len(rows), diverged, best["best"], best["score"], doing))
 
 
-def _together(outcomes: Sequence[Outcome]) -> Outcome:
+def _together(outcomes: Sequence[PointsResult]) -> PointsResult:
     """Outcomes of single points as one."""
     import jax
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedbraid.experiment.config import ConfigError
-from fedbraid.experiment.many import Outcome
+from fedbraid.simulation.points import PointsResult
 
 __all__ = ["Criterion", "Row", "Trials", "best_point", "pick_metric", "read_trials", "write_trials"]
 
@@ -47,12 +47,12 @@ class Criterion(NamedTuple):
         which = "lowest" if self.lower_is_better else "highest"
         return f"{which} {self.metric}, averaged over the last {self.last} rounds"
 
-    def score(self, outcome: Outcome, j: int) -> float:
+    def score(self, outcome: PointsResult, j: int) -> float:
         """The metric of point ``j``, averaged over the (evaluated) rounds among the last."""
         rounds, values = self._curve(outcome, j)
         return float(np.mean(values[rounds > outcome.rounds - self.last]))
 
-    def rounds_to_target(self, outcome: Outcome, j: int) -> int | None:
+    def rounds_to_target(self, outcome: PointsResult, j: int) -> int | None:
         """The first (evaluated) round at which point ``j`` is at the target; None if it never was."""
         if self.target is None:
             return None
@@ -60,7 +60,7 @@ class Criterion(NamedTuple):
         reached = values <= self.target if self.lower_is_better else values >= self.target
         return int(rounds[np.argmax(reached)]) if reached.any() else None
 
-    def _curve(self, outcome: Outcome, j: int) -> tuple[np.ndarray, np.ndarray]:
+    def _curve(self, outcome: PointsResult, j: int) -> tuple[np.ndarray, np.ndarray]:
         if self.metric in outcome.history:
             return np.arange(1, outcome.rounds + 1), outcome.history[self.metric][j]
         return outcome.evaluations["round"], outcome.evaluations[self.metric][j]
