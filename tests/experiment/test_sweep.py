@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from fedbraid import simulate
 from fedbraid.cli.app import make_app
 from fedbraid.data.federated import FederatedData, Split
-from fedbraid.experiment import ConfigError, build, load_config, many, search, sweep
+from fedbraid.experiment import ConfigError, build, load_config, search, sweep
 from fedbraid.experiment.points import points_program, traceable, with_values
 from fedbraid.experiment.sweep import Lab, Tuning, hold_out_validation, run_sweep, tune
 from fedbraid.experiment.trials import Criterion, Trials, best_point, read_trials
@@ -210,7 +210,7 @@ def test_a_call_of_several_points_takes_no_longer_than_it_may(several, seconds, 
     """Evaluated every second round; how rounds are cut into calls changes nothing."""
     _, _, points, program, outcome = several
     taken, made = [], Feed.portion
-    monkeypatch.setattr(many, "CALL", seconds)
+    monkeypatch.setattr("fedbraid.simulation.rounds.CALL", seconds)
     monkeypatch.setattr(Feed, "portion", lambda feed, first, number: taken.append(number) or made(feed, first, number))
     again = program.run(points, seed=3, rounds=6)
     assert taken == portions
@@ -458,7 +458,7 @@ def test_bad_sweeps_are_refused_before_anything_runs(over, more, words, tmp_path
 def test_a_point_that_cannot_fit_says_how_large_it_is(monkeypatch):
     config = small()
     data = build(config).data
-    monkeypatch.setattr("fedbraid.experiment.many.free_memory", lambda device: 1000)
+    monkeypatch.setattr("fedbraid.simulation.points.total_memory", lambda device: 1000)
     with pytest.raises(ConfigError, match=r"one point of this sweep needs .* GB and there are .* GB to use"):
         points_program(config, data, [RATE], points=2, seeds=[3], test=data.test)
 

@@ -193,7 +193,7 @@ def _sentence(error: Mapping[str, Any], model: type[BaseModel], section: str) ->
     location = [part for part in error["loc"] if isinstance(part, str | int)]
     before = [section] if section else []
     key = ".".join(map(str, [*before, *location]))
-    if error["type"] == "extra_forbidden":
+    if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):  # of a section, of engine options
         parent = ".".join(map(str, [*before, *location[:-1]]))
         return unknown(f"key in [{parent}]" if parent else "key", str(location[-1]), _fields_at(model, location[:-1]))
     given = json.dumps(error["input"], default=str)
