@@ -30,7 +30,6 @@ from fedbraid.costs import cost, data_shapes, nbytes
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.experiment.assembly import Experiment, assemble
 from fedbraid.experiment.config import Config, ConfigError, parse
-from fedbraid.local import MASK
 from fedbraid.simulation.devices import client_mesh, free_memory, replicated, sharded
 from fedbraid.simulation.engine import make_engine
 from fedbraid.simulation.evaluate import client_values, in_batches, score, summarize
@@ -156,8 +155,7 @@ def measured(experiment: Experiment, data: FederatedData, prefix: str) -> tuple[
     for exchange in alg.exchanges:
         report = jax.eval_shape(exchange.client, jax.eval_shape(exchange.send, server), state, clients, key)
         logged += [f"{exchange.name}/{name}" for name in report.metrics]
-    batch = {name: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for name, a in clients.arrays.items()}
-    batch[MASK] = jax.ShapeDtypeStruct((1,), jnp.float32)
+    batch = jax.eval_shape(lambda data: data.rows(jnp.zeros(1, jnp.int32), jnp.ones(1, bool)), clients)
     return [prefix + name for name in jax.eval_shape(experiment.metrics, params, batch)], logged
 
 
@@ -266,6 +264,7 @@ class Together:
                 population=split.num_clients,
                 arrival=experiment.arrival,
                 local=stream,
+                preprocess=experiment.data.preprocess,
                 convolutions=self.config.engine.convolutions,
                 precision=self.config.engine.precision,
                 matrices=self.config.engine.matrices,
@@ -278,7 +277,8 @@ class Together:
             params = experiment.algorithm.params(carry[0])
             row, clients = {}, {}
             if test is not None:
-                scores = score(experiment.metrics, params, *test, clients=self.clients)
+                prepare = experiment.data.preprocess
+                scores = score(experiment.metrics, params, *test, clients=self.clients, preprocess=prepare)
                 row = summarize(scores, self.prefix)
                 clients = {self.prefix + name: client_values(sums) for name, sums in scores.items()}
             return row, clients, finite(params)

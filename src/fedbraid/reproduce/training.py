@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class _Swapped(Together):
 
     def _experiment(self, values: Any) -> Experiment:
         one = super()._experiment(values)
-        return one._replace(algorithm=self._swap(one.loss, one.config.algorithm.options))
+        return replace(one, algorithm=self._swap(one.loss, one.config.algorithm.options))
 
 
 def train(

@@ -171,12 +171,13 @@ class _Bench(NamedTuple):
     key: Any
     arrays: PyTree
     cap: int
+    preprocess: Callable | None = None
     alike: int = 0  # these two as in a plan
     usual: int = 0
     matrices: Matrices = "auto"
 
     def data(self, slots: Slots, slot: Any) -> ClientData:
-        return ClientData(self.arrays, slots.offset[slot], slots.size[slot], self.cap)
+        return ClientData(self.arrays, slots.offset[slot], slots.size[slot], self.cap, self.preprocess)
 
     def settle(self, slots: Slots, slot: Any, state: PyTree, report: Report) -> Outcome:
         data = self.data(slots, slot)
@@ -292,6 +293,7 @@ def make_engine(
     population: int,
     arrival: Arrival = everyone,
     local: bool,
+    preprocess: Callable | None = None,
     convolutions: Convolutions = "fast",
     precision: Precision = "default",
     matrices: Matrices = "auto",
@@ -299,6 +301,7 @@ def make_engine(
     """Programs for ``alg``.
 
     ``local`` says that each device holds its own cohort's arrays (streamed data); else all hold all examples.
+    ``preprocess`` is the data's, applied to every batch that a client takes.
     """
     alg = with_convolutions(with_precision(alg, precision), convolutions)
 
@@ -310,7 +313,7 @@ def make_engine(
         gather = exchange.reducer.gather
 
         def on_device(down: PyTree, arrays: PyTree, slots: Slots, states: PyTree, key: Any) -> tuple[Tally, PyTree]:
-            bench = _Bench(exchange, arrival, down, key, arrays, cap, plan.alike, plan.usual, matrices)
+            bench = _Bench(exchange, arrival, down, key, arrays, cap, preprocess, plan.alike, plan.usual, matrices)
 
             def run(slot: Any, state: PyTree) -> Outcome:
                 work_key = address.client_key(key, slots.ids[slot])

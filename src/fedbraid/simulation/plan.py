@@ -257,7 +257,7 @@ def client_bytes(alg: Algorithm, params: Any, split: Split) -> int | None:
     server, state = jax.eval_shape(alg.init, params), jax.eval_shape(alg.init_client, params)
     whole = data_shapes(split)
     few = {n: jax.ShapeDtypeStruct((whole.cap, *s.shape[1:]), s.dtype) for n, s in whole.arrays.items()}
-    data = ClientData(few, whole.offset, whole.size, whole.cap)
+    data = ClientData(few, whole.offset, whole.size, whole.cap, whole.preprocess)
     largest = 0
     for exchange in with_convolutions(alg, "fast").exchanges:
         down = jax.eval_shape(exchange.send, server)

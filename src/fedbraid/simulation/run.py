@@ -181,6 +181,7 @@ def simulate(
             population=population,
             arrival=arrival,
             local=stream,
+            preprocess=split.preprocess,
             convolutions=convolutions,
             precision=precision,
             matrices=matrices,

@@ -108,7 +108,8 @@ def trace_shadow(
             key = address.exchange_key(jax.random.key(seed), round_, i)
             down, reports, seen = step.send(server), [], []
             for client in map(int, ids):
-                own = ClientData(arrays, jnp.int32(split.offsets[client]), jnp.int32(split.sizes[client]), cap)
+                place = jnp.int32(split.offsets[client]), jnp.int32(split.sizes[client])
+                own = ClientData(arrays, *place, cap, split.preprocess)
                 result = clients[i](down, states[client], own, address.client_key(key, client))
                 if i == index:
                     result, *recorded = result

@@ -173,6 +173,7 @@ class Job:
         plan, cap = Plan("sequential", self.mesh.devices.size, self.cohort, 1), int(self.split.sizes.max())
         options = {"arrival": self.arrival, "convolutions": self.convolutions, "precision": self.precision}
         population = self.split.num_clients
+        options |= {"preprocess": self.split.preprocess}
         engine = make_engine(
             self.alg, plan, self.mesh, cap=cap, population=population, local=self.stream, **cast(Any, options)
         )
