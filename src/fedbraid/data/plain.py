@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from fedbraid.data import partition as partitions
+from fedbraid.data.description import Preprocess
 from fedbraid.data.federated import FederatedData, Split
-from fedbraid.data.preprocess import Pipeline
+from fedbraid.data.preprocess import scaling_of
 
 __all__ = ["from_arrays", "from_dataset", "from_table", "partition_options", "partition_rows"]
 
@@ -27,7 +28,7 @@ def from_arrays(
     ids: Sequence[object] | np.ndarray | None = None,
     name: str = "data",
     info: Mapping[str, Any] | None = None,
-    preprocess: Pipeline | None = None,
+    preprocess: Preprocess | Literal["auto"] | None = "auto",
     **options: Any,
 ) -> FederatedData:
     """Partition plain arrays over clients.
@@ -36,6 +37,8 @@ def from_arrays(
     ``pachinko``) with its options, or ``"natural"`` with one id per row in ``ids``. The test split has the same clients
     in the same order: a given ``test`` set is dealt in each client's own label ratios, otherwise ``test_fraction`` of
     each client's rows is held out (a client always keeps one row to train on). Rows are shuffled within each client.
+    ``preprocess`` is the data's (see ``FederatedData``); "auto" divides ``x`` by 255 if it holds images in bytes, and
+    is None otherwise.
 
     >>> x, y = np.arange(20.0).reshape(10, 2), np.arange(10) % 2
     >>> data = from_arrays({"x": x, "y": y}, partition="iid", clients=2, test_fraction=0.2)
@@ -81,6 +84,8 @@ def from_arrays(
         parts, test_parts = partitions.hold_out(parts, fraction=test_fraction, seed=seed)
         test_split = Split.from_assignment(fields, test_parts, names)
     train = Split.from_assignment(fields, parts, names)
+    if preprocess == "auto":
+        preprocess = scaling_of(fields)
     return FederatedData(train=train, test=test_split, name=name, info=info, preprocess=preprocess)
 
 

@@ -35,7 +35,9 @@ __all__ = [
     "invert",
     "random_features",
     "scale",
+    "scaling_of",
     "standardize",
+    "unscaled_bytes",
 ]
 
 Batch = Mapping[str, Any]
@@ -160,3 +162,25 @@ class Pipeline:
 def pipeline(spec: Sequence[Mapping[str, Any]] | None) -> Pipeline | None:
     """A pipeline from its JSON form, None from nothing."""
     return Pipeline.of(*spec) if spec else None
+
+
+def scaling_of(arrays: Mapping[str, Any]) -> Pipeline | None:
+    """The pipeline of a set that says nothing of its own: ``x`` divided by 255 if it stores images as bytes.
+
+    >>> scaling_of({"x": np.zeros((5, 28, 28), np.uint8), "y": np.zeros(5, np.int32)}).spec()
+    [{'name': 'scale'}]
+    """
+    return Pipeline.of({"name": "scale"}) if _byte_images(arrays) else None
+
+
+def unscaled_bytes(split: Any) -> str | None:
+    """The field of a split that stores images as bytes while no preprocessing is named; None if there is no such."""
+    return "x" if split.preprocess is None and _byte_images(split.arrays) else None
+
+
+def _byte_images(arrays: Mapping[str, Any]) -> bool:
+    """Whether ``x`` looks like images (or vectors of pixels) in bytes; tokens have a label at each position."""
+    x, y = arrays.get("x"), arrays.get("y")
+    if x is None or x.dtype != np.uint8 or x.ndim < 2:
+        return False
+    return x.ndim >= 3 or y is None or y.ndim == 1

@@ -18,7 +18,6 @@ from fedbraid.costs import data_shapes
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.experiment.assembly import Experiment, assemble
 from fedbraid.experiment.config import Config, ConfigError, parse
-from fedbraid.local import MASK
 from fedbraid.simulation.loop import Schedule
 from fedbraid.simulation.points import Points, PointsError, PointTask, Study
 from fedbraid.simulation.program import Task
@@ -141,8 +140,7 @@ def measured(experiment: Experiment, data: FederatedData, prefix: str) -> tuple[
     for exchange in alg.exchanges:
         report = jax.eval_shape(exchange.client, jax.eval_shape(exchange.send, server), state, clients, key)
         logged += [f"{exchange.name}/{name}" for name in report.metrics]
-    batch = {name: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for name, a in clients.arrays.items()}
-    batch[MASK] = jax.ShapeDtypeStruct((1,), jnp.float32)
+    batch = jax.eval_shape(lambda data: data.rows(jnp.zeros(1, jnp.int32), jnp.ones(1, bool)), clients)
     return [prefix + name for name in jax.eval_shape(experiment.metrics, params, batch)], logged
 
 

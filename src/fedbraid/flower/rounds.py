@@ -18,6 +18,7 @@ from flwr.serverapp import Grid
 
 from fedbraid import address
 from fedbraid.core import Algorithm, keep
+from fedbraid.data.description import Preprocess
 from fedbraid.flower import wire
 from fedbraid.flower.aggregate import Aggregator, Upload
 from fedbraid.flower.evaluate import Sums, are_sums, summary
@@ -111,15 +112,16 @@ class Rounds:
         policy: Policy,
         name: str | None,
         say: Callable[[str], None],
+        preprocess: Preprocess | None = None,
     ) -> None:
         params = _strong(params)
         self.alg, self.policy, self.seed, self.cohort, self.say = alg, policy, seed, cohort, say
-        self.messages: tuple[Messages, ...] = messages_of(alg, params, schema)
+        self.messages: tuple[Messages, ...] = messages_of(alg, params, schema, preprocess)
         self.parts = [Aggregator(alg, i, rows=cohort, population=population) for i in range(len(alg.exchanges))]
         self.stateful = bool(jax.tree.leaves(jax.eval_shape(alg.init_client, params)))
         terms = Terms(
             run=secrets.token_hex(6),
-            fingerprint=fingerprint(alg, params, schema) if name is None else name,
+            fingerprint=fingerprint(alg, params, schema, preprocess) if name is None else name,
             schema=schema_to_json(schema),
             population=population,
             exchanges=tuple(exchange.name for exchange in alg.exchanges),

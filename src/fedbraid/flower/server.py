@@ -20,6 +20,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedbraid.core import Algorithm, check_count
+from fedbraid.data.description import Preprocess
 from fedbraid.flower import wire
 from fedbraid.flower.evaluate import check_evaluation, scores_by_client, sums_shapes
 from fedbraid.flower.identity import Schema
@@ -103,6 +104,7 @@ def serve(
     grid: Grid,
     *,
     schema: Schema,
+    preprocess: Preprocess | None = None,
     rounds: int,
     population: int,
     cohort: int | None = None,
@@ -123,6 +125,7 @@ def serve(
     Args:
         schema: one example of the data's fields (:func:`fedbraid.flower.schema_of`); a node whose data does not fit
             is refused.
+        preprocess: that of the nodes' :func:`client_app`.
         population: how many clients there are: SCAFFOLD's N. Cohorts are drawn as the simulator draws them.
         policy: deadlines, and what happens when nodes are missing.
         evaluate: (params) -> scores, on the server, after every ``eval_every`` rounds and the last.
@@ -139,11 +142,12 @@ def serve(
     check_count("eval_every", eval_every)
     check_count("checkpoint_every", checkpoint_every)
     check_evaluation(metrics, evaluate_clients, population)
-    run = Rounds(alg, params, grid, schema, population, cohort or population, seed, policy, fingerprint, say)
+    size = cohort or population
+    run = Rounds(alg, params, grid, schema, population, size, seed, policy, fingerprint, say, preprocess)
     if metrics is not None:
         if any(exchange.name == wire.EVALUATE for exchange in alg.exchanges):
             raise ValueError(f"an exchange named {wire.EVALUATE!r} has the columns of the evaluation: rename it")
-        run.sums = layout_of(sums_shapes(metrics, jax.eval_shape(alg.params, run.server), schema))
+        run.sums = layout_of(sums_shapes(metrics, jax.eval_shape(alg.params, run.server), schema, preprocess))
         run.testers = evaluate_clients or population
     if checkpoints is not None and checkpoints.is_dir() and any(p.name.isdigit() for p in checkpoints.iterdir()):
         run.restore(checkpoint.latest(checkpoints))

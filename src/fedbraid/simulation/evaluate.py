@@ -19,15 +19,16 @@ __all__ = ["client_values", "evaluator", "in_batches", "score", "summarize"]
 def evaluator(metrics: Callable, split: Split, *, batch_size: int = 256) -> Callable[[Any], dict[str, Any]]:
     """A function of params: per metric its sums and weights over each client's examples, ``{name: [2, clients]}``.
 
-    ``metrics(params, batch)`` gives ``{name: (sum per example, weight per example)}``, as a model's does.
+    ``metrics(params, batch)`` gives ``{name: (sum per example, weight per example)}``, as a model's does. Batches are
+    preprocessed as the split says, without augmentation.
     """
-    compiled = jax.jit(partial(score, metrics, clients=split.num_clients))
+    compiled = jax.jit(partial(score, metrics, clients=split.num_clients, preprocess=split.preprocess))
     batches, owners = in_batches(split, batch_size=batch_size)
     return lambda params: compiled(params, batches, owners)
 
 
 def in_batches(split: Split, *, batch_size: int = 256) -> tuple[dict[str, Any], Any]:
-    """All examples of a split in batches, the last one padded, and the client of each row."""
+    """All examples of a split as stored, in batches, the last one padded; and the client of each row."""
     n = split.num_examples
     batch_size = min(batch_size, max(n, 1))
     pad = -n % batch_size
@@ -42,9 +43,24 @@ def in_batches(split: Split, *, batch_size: int = 256) -> tuple[dict[str, Any], 
     return batches, jnp.asarray(np.concatenate([owner, np.zeros(pad, owner.dtype)]))
 
 
-def score(metrics: Callable, params: Any, batches: dict[str, Any], owners: Any, *, clients: int) -> dict[str, Any]:
-    """Sums and weights of every metric over each client's rows of `in_batches`; may be traced and mapped."""
-    scores = jax.lax.map(lambda batch: metrics(params, batch), batches)
+def score(
+    metrics: Callable,
+    params: Any,
+    batches: dict[str, Any],
+    owners: Any,
+    *,
+    clients: int,
+    preprocess: Callable | None = None,
+) -> dict[str, Any]:
+    """Sums and weights of every metric over each client's rows of `in_batches`; may be traced and mapped.
+
+    preprocess: ``(batch, key, train) -> batch``, called without a key and with ``train=False``.
+    """
+
+    def of_batch(batch: dict[str, Any]) -> dict[str, Any]:
+        return metrics(params, batch if preprocess is None else preprocess(batch, None, False))
+
+    scores = jax.lax.map(of_batch, batches)
     by_client = lambda leaf: jax.ops.segment_sum(leaf.reshape(-1), owners, clients)  # noqa: E731
     return {name: jnp.stack([by_client(s), by_client(w)]) for name, (s, w) in scores.items()}
 

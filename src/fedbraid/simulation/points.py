@@ -216,7 +216,8 @@ class Points:
         row, clients = {}, {}
         if test is not None:
             assert point.metrics is not None
-            scores = score(point.metrics, params, *test, clients=self.clients)
+            prepare = point.task.data.preprocess
+            scores = score(point.metrics, params, *test, clients=self.clients, preprocess=prepare)
             row = summarize(scores, self.study.prefix)
             clients = {self.study.prefix + name: client_values(sums) for name, sums in scores.items()}
         return row, clients, finite(params)

@@ -145,7 +145,7 @@ class _Rounds:
         """The clients of one device by the plan, and their tally summed over the devices."""
         exchange, plan = self.task.algorithm.exchanges[index], self.plan
         cap = int(self.task.data.train.sizes.max())
-        bench = Bench(exchange, self.task.arrival, down, key, arrays, cap, slots)
+        bench = Bench(exchange, self.task.arrival, down, key, arrays, cap, self.task.data.preprocess, slots)
         gather = exchange.reducer.gather
         if plan.kind == "sequential":
             tally, states = _sequential(bench, gather, states)

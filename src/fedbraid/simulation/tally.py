@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -45,11 +46,12 @@ class Bench(NamedTuple):
     key: Any  # of the exchange
     arrays: PyTree
     cap: int  # examples of the largest client
+    preprocess: Callable | None
     slots: Slots
 
     def data(self, slot: Any) -> ClientData:
         """The examples of the client in a slot."""
-        return ClientData(self.arrays, self.slots.offset[slot], self.slots.size[slot], self.cap)
+        return ClientData(self.arrays, self.slots.offset[slot], self.slots.size[slot], self.cap, self.preprocess)
 
     def client_key(self, slot: Any) -> Any:
         """The key of the client's work."""

@@ -22,7 +22,7 @@ import numpy as np
 from fedbraid.data import text
 from fedbraid.data.formats.archive import open_binary, read_bytes, unpacked
 from fedbraid.data.formats.columns import as_labels, as_pixels, need
-from fedbraid.data.preprocess import Pipeline
+from fedbraid.data.preprocess import Pipeline, scaling_of
 from fedbraid.data.store import StoreWriter
 
 __all__ = ["parse_example", "read_tff"]
@@ -137,7 +137,12 @@ def _recipe(
         return lambda fields, at: text.word_windows(
             _strings(fields["tokens"], f"{at}: field tokens"), index, length=length
         )
-    return lambda fields, at: fields
+
+    def other(fields: Fields, at: str) -> Fields:
+        writer.preprocess = scaling_of(fields)
+        return fields
+
+    return other
 
 
 def _count_words(source: Source) -> Counter[str]:
