@@ -26,8 +26,9 @@ from fedbraid.flower.evaluate import check_evaluation, scores_by_client, sums_sh
 from fedbraid.flower.identity import Schema
 from fedbraid.flower.pack import layout_of
 from fedbraid.flower.policy import Policy
-from fedbraid.flower.rounds import Round, Rounds
+from fedbraid.flower.rounds import MessageRounds, Round, Site
 from fedbraid.simulation import checkpoint
+from fedbraid.simulation.loop import RoundLoop, Schedule
 
 __all__ = ["Served", "serve", "server_app"]
 
@@ -142,38 +143,32 @@ def serve(
     check_count("eval_every", eval_every)
     check_count("checkpoint_every", checkpoint_every)
     check_evaluation(metrics, evaluate_clients, population)
-    size = cohort or population
-    run = Rounds(alg, params, grid, schema, population, size, seed, policy, fingerprint, say, preprocess)
+    site = Site(schema, population, cohort or population, seed, policy, fingerprint, preprocess)
+    run = MessageRounds(alg, params, grid, site, say)
+    run.rounds, run.folder, run.scorer = rounds, checkpoints, evaluate
     if metrics is not None:
         if any(exchange.name == wire.EVALUATE for exchange in alg.exchanges):
             raise ValueError(f"an exchange named {wire.EVALUATE!r} has the columns of the evaluation: rename it")
         run.sums = layout_of(sums_shapes(metrics, jax.eval_shape(alg.params, run.server), schema, preprocess))
         run.testers = evaluate_clients or population
-    if checkpoints is not None and checkpoints.is_dir() and any(p.name.isdigit() for p in checkpoints.iterdir()):
+    if checkpoints is not None and checkpoint.exists(checkpoints):
         run.restore(checkpoint.latest(checkpoints))
         if run.done > rounds:
             raise ValueError(f"the checkpoint in {checkpoints} is of round {run.done}, after the last, {rounds}")
     began = time.monotonic()
     if run.done < rounds:
         run.join()
-    while run.done < rounds:
-        told = run.round(rounds)
-        if (evaluate or metrics) and (run.done % eval_every == 0 or run.done == rounds):
-            scores = {}
-            if metrics is not None:
-                told, scores = run.test(told)
-            if evaluate is not None:
-                scores |= {name: float(value) for name, value in evaluate(alg.params(run.server)).items()}
-            run.evaluations.append({"round": run.done} | scores)
-            told = told._replace(evaluation=scores)
-        if checkpoints is not None and (run.done % checkpoint_every == 0 or run.done == rounds):
-            run.save(checkpoints)
-        elif checkpoints is None:
-            run.settle()
-        for line in (told.line(), *told.notes):
+
+    def tell() -> None:
+        assert run.told is not None
+        for line in (run.told.line(), *run.told.notes):
             say(line)
         if on_round is not None:
-            on_round(told)
+            on_round(run.told)
+
+    evaluates = evaluate is not None or metrics is not None
+    schedule = Schedule(rounds, eval_every if evaluates else None, None if checkpoints is None else checkpoint_every)
+    RoundLoop(run, schedule, tell).run()
     return Served(
         alg.params(run.server),
         run.server,

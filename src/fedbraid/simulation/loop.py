@@ -92,10 +92,12 @@ class RoundLoop:
                 driver.advance(schedule.next_stop(driver.done))
                 if schedule.evaluates(driver.done):
                     driver.evaluate()
-                stop = self.tell is not None and bool(self.tell())
-                if schedule.saves(driver.done) or (stop and schedule.checkpoint_every is not None):
+                saved = schedule.saves(driver.done)
+                if saved:
                     driver.save()
-                if stop:
+                if self.tell is not None and self.tell():
+                    if schedule.checkpoint_every is not None and not saved:
+                        driver.save()
                     return driver.done == schedule.rounds
         finally:
             driver.close()

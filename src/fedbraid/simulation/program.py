@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from fedbraid import address
-from fedbraid.core import Aggregate, Algorithm
+from fedbraid.core import Algorithm
 from fedbraid.data.federated import FederatedData
 from fedbraid.local import LocalWork
 from fedbraid.lowering.convolutions import with_convolutions
@@ -28,7 +28,7 @@ from fedbraid.simulation.devices import AXIS, replicated
 from fedbraid.simulation.lanes import run_on_lanes
 from fedbraid.simulation.options import EngineOptions
 from fedbraid.simulation.plan import Plan, Slots
-from fedbraid.simulation.tally import Bench, Tally, add_client, only, select, total, zero_tally
+from fedbraid.simulation.tally import Bench, Tally, add_client, only, server_step, total, zero_tally
 
 __all__ = ["Program", "Task", "compile_rounds"]
 
@@ -127,14 +127,8 @@ class _Rounds:
                 check_vma=False,
             )
         tally, states = spread(exchange.send(server), arrays, slots, states, key)
-        up = exchange.reducer.finish(tally.combined, tally.weight, tally.count)
-        weight = jnp.sum(tally.weight)
-        # as floats: int32 over int32 would be float32, and with it every invariant kept by |S|/N
-        sizes = (tally.count, self.task.data.train.num_clients)
-        count, population = (jnp.asarray(n, jnp.result_type(float)) for n in sizes)
-        received = exchange.receive(server, Aggregate(up, weight, count, population), address.server_key(key))
-        # without any upload the server keeps its state: momentum must not move the model either
-        server = select(tally.count > 0, received, server)
+        weight, population = jnp.sum(tally.weight), self.task.data.train.num_clients
+        server = server_step(exchange, server, tally.combined, tally.weight, tally.count, population, key)
         row = {f"{exchange.name}/{k}": v / jnp.where(weight > 0, weight, jnp.nan) for k, v in tally.metrics.items()}
         row |= {f"{exchange.name}/arrived": tally.count, f"{exchange.name}/refused": tally.refused}
         return server, states, row

@@ -10,12 +10,23 @@ import jax
 import jax.numpy as jnp
 
 from fedbraid import address
-from fedbraid.core import Exchange, Report
+from fedbraid.core import Aggregate, Exchange, Report
 from fedbraid.local import ClientData, LocalWork
 from fedbraid.simulation.arrival import Arrival
 from fedbraid.simulation.plan import Slots
 
-__all__ = ["Bench", "ClientResult", "Tally", "add_client", "add_clients", "only", "select", "total", "zero_tally"]
+__all__ = [
+    "Bench",
+    "ClientResult",
+    "Tally",
+    "add_client",
+    "add_clients",
+    "only",
+    "select",
+    "server_step",
+    "total",
+    "zero_tally",
+]
 
 PyTree = Any
 
@@ -89,6 +100,21 @@ def select(condition: Any, a: PyTree, b: PyTree) -> PyTree:
 
 def _add(a: PyTree, b: PyTree) -> PyTree:
     return jax.tree.map(jnp.add, a, b)
+
+
+def server_step(
+    exchange: Exchange, server: PyTree, combined: PyTree, weight: Any, count: Any, population: Any, key: Any
+) -> PyTree:
+    """The server after an exchange: what the reducer makes of the summed uploads is received.
+
+    combined, weight: sums over the uploads, or for a gather reducer a row for each. key: of the exchange. Without any
+    upload the server keeps its state: momentum must not move the model either.
+    """
+    up = exchange.reducer.finish(combined, weight, count)
+    # as floats: int32 over int32 would be float32, and with it every invariant kept by |S|/N
+    number, clients = (jnp.asarray(n, jnp.result_type(float)) for n in (count, population))
+    aggregate = Aggregate(up, jnp.sum(weight), number, clients)
+    return select(count > 0, exchange.receive(server, aggregate, address.server_key(key)), server)
 
 
 def zero_tally(shapes: Tally, gather: bool, slots: int) -> Tally:
