@@ -39,7 +39,7 @@ class Ledger(NamedTuple):
     """The server's side of the ledger algorithm."""
 
     params: object
-    mean: object  # of all clients' states, if nobody is mistaken about an upload
+    mean: object  # of all clients' states, if server and clients agree on which uploads counted
 
 
 def ledger() -> Algorithm:

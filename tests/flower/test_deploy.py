@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from fedbraid.data import Pipeline, from_arrays
 from fedbraid.data.store import write_store
 from fedbraid.experiment import build, load_config
+from fedbraid.experiment.assembly import assemble, load_named
 from fedbraid.experiment.config import parse
 from fedbraid.experiment.runfolder import read_clients, read_metrics, read_summary
 from fedbraid.flower import InProcessGrid, federation_client_app, federation_server_app, load_federation
@@ -29,6 +30,7 @@ from fedbraid.flower.certificates import (
 )
 from fedbraid.flower.check import check_site
 from fedbraid.flower.client import room_for
+from fedbraid.flower.federation import written_description
 from fedbraid.flower.launch import Rehearsal
 from fedbraid.flower.project import write_app
 from fedbraid.simulation import simulate
@@ -192,6 +194,21 @@ def test_every_site_has_the_fingerprint_of_what_it_computes(app, tmp_path):
     assert other("model.hidden=[9]") != mine
 
 
+def test_a_description_is_enough_to_assemble_but_has_no_examples():
+    config = load_config(None, BASE)
+    data = load_named(config)
+    made = assemble(config, data.description)
+    assert jax.tree.map(lambda leaf: leaf.shape, made.params) == jax.tree.map(lambda leaf: leaf.shape, made.shapes)
+    with pytest.raises(ValueError, match="without the data"):
+        _ = made.data
+    own = replace(data.description, preprocess=lambda batch, key, train: batch)
+    with pytest.raises(ValueError, match="a function of its own and cannot be written down"):
+        written_description(own)
+    for step, reason in (({"name": "crop-flip"}, "crops images"), ({"name": "scale", "field": "z"}, "has x, y")):
+        with pytest.raises(ValueError, match=rf"\[data\] name = 'digits': .*{reason}"):
+            assemble(config, replace(data.description, preprocess=Pipeline.of(step)))
+
+
 def test_check_loads_a_sites_data_as_its_node_would(app, tmp_path):
     assert cli("check", app, "--node-config", "partition-id=1").exit_code == 0
     rows = load_federation(app / "federation").rehearsal_rows(0)
@@ -238,6 +255,7 @@ def test_refusals_are_one_line(app, tmp_path):
                 'must be "all" or a whole',
             ),
             (["init", tmp_path / "new", "--set", "attack.share=0.2"], "[attack] is for simulations"),
+            (["init", tmp_path / "new", "--set", "algorithm.name=fedsplit"], "reads the data of all clients together"),
             (["up", tmp_path], "is not an app"),
             (["up", app, "--nodes", 4], "at most the population of 3"),
             (["up", app, "--nodes", 0], "at least 1"),

@@ -76,6 +76,8 @@ def standardize(batch: Batch, key, train: bool, *, field: str = "x") -> dict:
 def crop_flip(batch: Batch, key, train: bool, *, size: int = 24, field: str = "x") -> dict:
     """A random ``size`` x ``size`` crop and horizontal flip of ``[B, H, W, ...]`` in training; the centre otherwise."""
     x = jnp.asarray(batch[field])
+    if x.ndim < 3:
+        raise ValueError(f"crop_flip crops images [B, H, W, ...], the field {field!r} has shape {x.shape}")
     height, width = x.shape[1] - size, x.shape[2] - size
     if height < 0 or width < 0:
         raise ValueError(f"crop_flip: size = {size} is larger than the images ({x.shape[1]} x {x.shape[2]})")
@@ -155,7 +157,11 @@ class Pipeline:
     def __call__(self, batch: Batch, key, train: bool) -> dict:
         for i, (name, options) in enumerate(self.steps):
             step_key = None if key is None else jax.random.fold_in(key, i)
-            batch = FUNCTIONS[name](batch, step_key, train, **dict(options))
+            try:
+                batch = FUNCTIONS[name](batch, step_key, train, **dict(options))
+            except KeyError as field:
+                have = ", ".join(sorted(batch))
+                raise ValueError(f"preprocessing {name!r} reads the field {field}; the data has {have}") from None
         return dict(batch)
 
 
@@ -181,6 +187,6 @@ def unscaled_bytes(split: Any) -> str | None:
 def _byte_images(arrays: Mapping[str, Any]) -> bool:
     """Whether ``x`` looks like images (or vectors of pixels) in bytes; tokens have a label at each position."""
     x, y = arrays.get("x"), arrays.get("y")
-    if x is None or x.dtype != np.uint8 or x.ndim < 2:
+    if x is None or getattr(x, "dtype", None) != np.uint8 or x.ndim < 2:
         return False
     return x.ndim >= 3 or y is None or y.ndim == 1

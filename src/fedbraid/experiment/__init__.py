@@ -1,7 +1,7 @@
 """Configurations, runs and their folders."""
 
-from fedbraid.experiment.assembly import Experiment, build
+from fedbraid.experiment.assembly import Experiment, assemble, build
 from fedbraid.experiment.config import Config, ConfigError, load_config
 from fedbraid.experiment.run import run_config
 
-__all__ = ["Config", "ConfigError", "Experiment", "build", "load_config", "run_config"]
+__all__ = ["Config", "ConfigError", "Experiment", "assemble", "build", "load_config", "run_config"]
