@@ -1,14 +1,18 @@
-"""Local work: how a client walks over its own batches.
+"""Local work: how a client goes over its own batches, and how it differentiates a loss.
 
-Client code never slices data. Shuffling, epochs against steps, the last partial batch, masks and held-out slices live
-here, in one place that serves the simulator's flat arrays and a deployed client's own arrays alike. A client built
-with :func:`local_work` can be called (it folds over its batches) or taken apart by an engine that runs the steps of
-many clients together.
+Client code never slices data. Shuffling, epochs or steps, the last partial batch, masks and held-out slices live here,
+in one place that serves the simulator's flat arrays and a deployed client's own arrays. A client built with
+:func:`local_work` can be called (it folds over its batches) or taken apart by an engine that runs the steps of many
+clients together.
+
+Client code differentiates with :func:`value_and_grad` and :func:`grad`. They are jax's, except that an engine may
+rewrite the loss first (see :func:`rewriting`), for instance to replace slow operations by fast ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
@@ -28,17 +32,63 @@ __all__ = [
     "LocalWork",
     "Weighting",
     "batches_of",
+    "grad",
     "local_work",
     "map_inputs",
     "map_report",
     "map_work",
     "masked_mean",
+    "rewriting",
+    "rewritten",
     "shuffled",
+    "value_and_grad",
     "weight_of",
 ]
 
 PyTree = Any
 MASK = "mask"
+
+
+# --- derivatives: the one place where an engine may change a loss ----------------------------------------------------
+
+_rewrite = jax.make_user_context(None)  # a part of the key of jax's caches: no program is reused under another rewrite
+
+
+def rewriting(change: Callable[[Callable], Callable] | None) -> AbstractContextManager:
+    """A context in which functions are replaced by ``change(function)`` before they are differentiated; None: by none.
+
+    It is for engines: everything that is traced in the context through :func:`rewritten`, :func:`value_and_grad` or
+    :func:`grad` is changed. The changed function must have the same values and derivatives.
+    """
+    return _rewrite(change)
+
+
+def rewritten(function: Callable) -> Callable:
+    """``function`` as the engine wants it, for derivatives other than those below, such as Hessians."""
+
+    def run(*args: Any) -> Any:
+        change = _rewrite.value
+        return function(*args) if change is None else change(function)(*args)
+
+    return run
+
+
+def value_and_grad(loss: Callable) -> Callable:
+    """``jax.value_and_grad(loss)``, with respect to the first argument, of the loss as the engine rewrites it.
+
+    >>> value, gradient = value_and_grad(lambda params, batch, key: jnp.sum(params**2))(jnp.array([3.0]), {}, None)
+    >>> float(value), gradient.tolist()
+    (9.0, [6.0])
+    """
+    return jax.value_and_grad(rewritten(loss))
+
+
+def grad(loss: Callable) -> Callable:
+    """``jax.grad(loss)``, with respect to the first argument, of the loss as the engine rewrites it."""
+    return jax.grad(rewritten(loss))
+
+
+# --- a client's examples ---------------------------------------------------------------------------------------------
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays", "offset", "size"], meta_fields=["cap"])

@@ -28,8 +28,7 @@ import jax.numpy as jnp
 
 from fedbraid.algorithms._server_only import Loss
 from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number, is_zero
-from fedbraid.local import WEIGHTINGS, LocalOptions, Weighting, batches_of, local_work, weight_of
-from fedbraid.lowering.rewrite import fast_convolutions
+from fedbraid.local import WEIGHTINGS, LocalOptions, Weighting, batches_of, local_work, value_and_grad, weight_of
 
 __all__ = ["fednova"]
 
@@ -45,7 +44,7 @@ class NovaState(NamedTuple):
 class Walk(NamedTuple):
     """A client on its way: its model and momentum, the same two under a gradient of 1, steps and losses."""
 
-    y: PyTree
+    params: PyTree
     u: PyTree
     length: Any  # ||a_i||_1 so far
     pace: Any  # its last increment
@@ -72,7 +71,6 @@ def fednova(
     check_number("rho", rho, low=0, high=1, open_high=True)
     check_number("alpha", alpha, low=0)
     check_choice("weighting", weighting, WEIGHTINGS)
-    loss = fast_convolutions(loss)
 
     def start(down: Down, state: Any, key: Any) -> Walk:
         zero = jnp.zeros((), jnp.result_type(float))
@@ -80,14 +78,14 @@ def fednova(
         return Walk(down.params, u, zero, zero, jnp.int32(0), zero)
 
     def step(walk: Walk, batch: dict, key: Any, down: Down) -> Walk:
-        value, u = jax.value_and_grad(loss)(walk.y, batch, key)
+        value, u = value_and_grad(loss)(walk.params, batch, key)
         if not is_zero(alpha):
-            u = jax.tree.map(lambda g, y, x: g + alpha * (y - x), u, walk.y, down.params)
+            u = jax.tree.map(lambda g, y, x: g + alpha * (y - x), u, walk.params, down.params)
         if not is_zero(rho):
             u = jax.tree.map(lambda g, u: g + rho * u, u, walk.u)
         pace = rho * walk.pace + 1 - alpha * client_lr * walk.length
         return Walk(
-            jax.tree.map(lambda y, u: y - client_lr * u, walk.y, u),
+            jax.tree.map(lambda y, u: y - client_lr * u, walk.params, u),
             () if is_zero(rho) else u,
             walk.length + pace,
             pace,
@@ -96,7 +94,7 @@ def fednova(
         )
 
     def finish(walk: Walk, down: Down, state: Any, n: Any) -> Report:
-        sent = jax.tree.map(lambda x, y: (x - y) / walk.length.astype(x.dtype), down.params, walk.y)
+        sent = jax.tree.map(lambda x, y: (x - y) / walk.length.astype(x.dtype), down.params, walk.params)
         return Report(Up(sent, walk.length), weight_of(weighting, n), metrics={"loss": walk.loss / walk.k})
 
     def receive(server: NovaState, aggregate: Aggregate, key: Any) -> NovaState:

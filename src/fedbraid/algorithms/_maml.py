@@ -42,8 +42,7 @@ from fedbraid.core import (
     check_number,
     is_zero,
 )
-from fedbraid.local import WEIGHTINGS, ClientData, Weighting, shuffled, weight_of
-from fedbraid.lowering.rewrite import fast_convolutions
+from fedbraid.local import WEIGHTINGS, ClientData, Weighting, grad, shuffled, value_and_grad, weight_of
 
 __all__ = ["maml"]
 
@@ -82,7 +81,6 @@ def maml(
     check_choice("weighting", weighting, WEIGHTINGS)
     if batch_size is not None:
         check_count("batch_size", batch_size)
-    loss = fast_convolutions(loss)
     opt = server_optimizers.sgd(server_lr) if server_opt is None else server_opt
 
     def episode(data: ClientData, key: Any) -> tuple[tuple[Any, Any], dict]:
@@ -105,7 +103,7 @@ def maml(
         def adapt(x: Any) -> Any:
             def local_step(y: Any, this: tuple) -> tuple[Any, None]:
                 k, rows = this
-                g = jax.grad(loss)(y, data.rows(*rows), jax.random.fold_in(step_key, k))
+                g = grad(loss)(y, data.rows(*rows), jax.random.fold_in(step_key, k))
                 if not is_zero(alpha):
                     g = jax.tree.map(lambda g, y, x: g + alpha * (y - x), g, y, x)
                 return jax.tree.map(lambda y, g: y - client_lr * g, y, g), None
@@ -113,9 +111,9 @@ def maml(
             return jax.lax.scan(local_step, x, (jnp.arange(steps), batches))[0]
 
         if order == "second":
-            after, g = jax.value_and_grad(lambda x: loss(adapt(x), query, query_key))(down.params)
+            after, g = value_and_grad(lambda x: loss(adapt(x), query, query_key))(down.params)
         else:
-            after, g = jax.value_and_grad(loss)(adapt(down.params), query, query_key)
+            after, g = value_and_grad(loss)(adapt(down.params), query, query_key)
         return Report(Up(g), weight_of(weighting, data.size), metrics={"loss": after})
 
     def receive(server: ServerState, aggregate: Aggregate, key: Any) -> ServerState:

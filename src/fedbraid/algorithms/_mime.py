@@ -42,8 +42,17 @@ import jax.numpy as jnp
 from fedbraid.algorithms._server_only import Gradients, Loss, full_gradients, gradient_exchange
 from fedbraid.algorithms.base_optimizers import BaseOptimizer, base_optimizer, warn_if_not_linear
 from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number
-from fedbraid.local import WEIGHTINGS, Fold, LocalOptions, LocalWork, Weighting, batches_of, weight_of
-from fedbraid.lowering.rewrite import fast_convolutions
+from fedbraid.local import (
+    WEIGHTINGS,
+    Fold,
+    LocalOptions,
+    LocalWork,
+    Weighting,
+    batches_of,
+    grad,
+    value_and_grad,
+    weight_of,
+)
 
 __all__ = ["PROTOCOLS", "Protocol", "locmime", "mime", "mimelite"]
 
@@ -71,7 +80,7 @@ class Sent(NamedTuple):
 class Walk(NamedTuple):
     """A client on its way: its model, Loc-Mime's own copy of s, the step number and the sum of its batch losses."""
 
-    y: PyTree
+    params: PyTree
     s: PyTree
     k: Any
     loss: Any
@@ -95,7 +104,6 @@ def _mime(
     check_number("server_lr", server_lr, low=0)
     check_choice("protocol", protocol, PROTOCOLS)
     check_choice("weighting", weighting, WEIGHTINGS)
-    loss = fast_convolutions(loss)
     batches = batches_of(**local)
     needs_gradients = correction or base.tracks
     two_exchanges = needs_gradients and protocol != "lagged"
@@ -104,20 +112,20 @@ def _mime(
         return Walk(down.params, down.aux.s if local_state else (), jnp.int32(0), jnp.zeros((), jnp.result_type(float)))
 
     def step(walk: Walk, batch: dict, key: Any, down: Down) -> Walk:
-        value, g = jax.value_and_grad(loss)(walk.y, batch, key)
+        value, g = value_and_grad(loss)(walk.params, batch, key)
         if correction:
-            at_x = jax.grad(loss)(down.params, batch, key)
+            at_x = grad(loss)(down.params, batch, key)
             g = jax.tree.map(lambda g, at_x, c: g - at_x + c, g, at_x, down.aux.c)
         s = walk.s if local_state else down.aux.s
         return Walk(
-            jax.tree.map(lambda y, u: y - rate * u, walk.y, base.update(g, s, walk.y)),
-            base.track(g, s, walk.y) if local_state else (),
+            jax.tree.map(lambda y, u: y - rate * u, walk.params, base.update(g, s, walk.params)),
+            base.track(g, s, walk.params) if local_state else (),
             walk.k + 1,
             walk.loss + value.astype(walk.loss.dtype),
         )
 
     def finish(walk: Walk, down: Down, state: Any, n: Any) -> Report:
-        sent = jax.tree.map(jnp.subtract, down.params, walk.y)
+        sent = jax.tree.map(jnp.subtract, down.params, walk.params)
         return Report(Up(sent), weight_of(weighting, n), metrics={"loss": walk.loss / walk.k})
 
     def with_gradient(results: tuple[Report, Gradients], down: Down, state: Any, key: Any) -> Report:

@@ -39,8 +39,17 @@ import jax.numpy as jnp
 from fedbraid.algorithms._mime import PROTOCOLS, Protocol
 from fedbraid.algorithms._server_only import Gradients, Loss, full_gradients
 from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number
-from fedbraid.local import WEIGHTINGS, Fold, LocalOptions, LocalWork, Weighting, batches_of, weight_of
-from fedbraid.lowering.rewrite import fast_convolutions
+from fedbraid.local import (
+    WEIGHTINGS,
+    Fold,
+    LocalOptions,
+    LocalWork,
+    Weighting,
+    batches_of,
+    grad,
+    value_and_grad,
+    weight_of,
+)
 
 __all__ = ["mime_mvr", "mimelite_mvr", "server_only_mvr"]
 
@@ -67,7 +76,7 @@ class Sent(NamedTuple):
 class Walk(NamedTuple):
     """A client on its way: its model, the step number and the sum of its batch losses."""
 
-    y: PyTree
+    params: PyTree
     k: Any
     loss: Any
 
@@ -102,7 +111,6 @@ def _mvr(
     lagged = protocol == "lagged"
     if anchor == "previous" and not lagged:
         raise ValueError(f"anchor='previous' is the point of the lagged pair; protocol={protocol!r} needs 'current'")
-    loss = fast_convolutions(loss)
     batches = batches_of(**local)
     share = 1.0 if correction else 1 - a  # of the gradient at the anchor
 
@@ -110,13 +118,15 @@ def _mvr(
         return Walk(down.params, jnp.int32(0), jnp.zeros((), jnp.result_type(float)))
 
     def step(walk: Walk, batch: dict, key: Any, down: Down) -> Walk:
-        value, at_y = jax.value_and_grad(loss)(walk.y, batch, key)
-        at_x = jax.grad(loss)(down.aux.previous if anchor == "previous" else down.params, batch, key)
-        y = jax.tree.map(lambda y, g, g_x, p: y - client_lr * (g - share * g_x + p), walk.y, at_y, at_x, down.aux.p)
+        value, at_y = value_and_grad(loss)(walk.params, batch, key)
+        at_x = grad(loss)(down.aux.previous if anchor == "previous" else down.params, batch, key)
+        y = jax.tree.map(
+            lambda y, g, g_x, p: y - client_lr * (g - share * g_x + p), walk.params, at_y, at_x, down.aux.p
+        )
         return Walk(y, walk.k + 1, walk.loss + value.astype(walk.loss.dtype))
 
     def finish(walk: Walk, down: Down, state: Any, n: Any) -> Report:
-        sent = jax.tree.map(jnp.subtract, down.params, walk.y)
+        sent = jax.tree.map(jnp.subtract, down.params, walk.params)
         return Report(Up(sent), weight_of(weighting, n), metrics={"loss": walk.loss / walk.k})
 
     def message(gradients: Gradients) -> Up:

@@ -20,8 +20,7 @@ import jax.numpy as jnp
 
 from fedbraid.algorithms.base_optimizers import BaseOptimizer, base_optimizer
 from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number
-from fedbraid.local import WEIGHTINGS, Batches, Fold, LocalWork, Weighting, weight_of
-from fedbraid.lowering.rewrite import fast_convolutions
+from fedbraid.local import WEIGHTINGS, Batches, Fold, LocalWork, Weighting, value_and_grad, weight_of
 
 __all__ = ["Gradients", "full_gradients", "gradient_exchange", "server_only"]
 
@@ -43,7 +42,6 @@ def full_gradients(loss: Loss, points: Callable[[Down], tuple[PyTree, ...]], bat
     Batches only bound the memory: their gradients are weighted by their examples, so that the result is the gradient
     of the mean over all examples whatever the batch size.
     """
-    loss = fast_convolutions(loss)
 
     def start(down: Down, state: Any, key: Any) -> Gradients:
         zeros = tuple(jax.tree.map(jnp.zeros_like, point) for point in points(down))
@@ -52,7 +50,7 @@ def full_gradients(loss: Loss, points: Callable[[Down], tuple[PyTree, ...]], bat
 
     def step(total: Gradients, batch: dict, key: Any, down: Down) -> Gradients:
         n = jnp.sum(batch["mask"])
-        found = [jax.value_and_grad(loss)(point, batch, key) for point in points(down)]
+        found = [value_and_grad(loss)(point, batch, key) for point in points(down)]
         sums = tuple(
             jax.tree.map(lambda a, g: a + n.astype(g.dtype) * g, old, new)
             for old, (_, new) in zip(total.at, found, strict=True)

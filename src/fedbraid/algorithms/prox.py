@@ -33,8 +33,7 @@ from jax.flatten_util import ravel_pytree
 
 from fedbraid.core import check_choice, check_count, check_number, is_traced
 from fedbraid.data.federated import Split
-from fedbraid.local import MASK, ClientData
-from fedbraid.lowering.rewrite import fast_convolutions
+from fedbraid.local import MASK, ClientData, rewritten
 
 __all__ = [
     "OBJECTIVES",
@@ -79,9 +78,9 @@ def client_objective(loss: Loss, objective: Objective, batch: dict, key: Any) ->
     With "mean" the problem is the mean over clients, each counting alike; with "sum" it is the loss pooled over all
     examples, and l, L and 1/s are as many times larger as a client has examples.
     """
-    loss = fast_convolutions(loss)
+    own = rewritten(loss)
     count = jnp.sum(batch[MASK]) if objective == "sum" else 1.0
-    return lambda params: count * loss(params, batch, key)
+    return lambda params: count * own(params, batch, key)
 
 
 def prox_gradient(f: Callable[[PyTree], Any], u: PyTree, v: PyTree, s: Any) -> tuple[Any, PyTree]:

@@ -18,9 +18,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from fedbraid.local import LocalOptions
-from fedbraid.lowering.convolutions import Convolutions
-from fedbraid.lowering.grown import Matrices
-from fedbraid.lowering.precision import Precision
+from fedbraid.lowering.options import Convolutions, Matrices, Precision
 from fedbraid.simulation.plan import check_chunk
 
 __all__ = [

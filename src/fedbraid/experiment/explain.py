@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedbraid.costs import cost
+from fedbraid.costs import cost, data_shapes
 from fedbraid.experiment.assembly import build, states_in
 from fedbraid.experiment.config import Config
-from fedbraid.lowering.convolutions import explain_clients, with_convolutions
-from fedbraid.lowering.grown import explain_growth
-from fedbraid.lowering.precision import with_precision
+from fedbraid.lowering import Lanes, LoweringOptions, explain
 from fedbraid.simulation import tune
 from fedbraid.simulation.devices import client_mesh
 from fedbraid.simulation.plan import choose_plan
@@ -37,6 +35,8 @@ def explain_config(config: Config) -> dict[str, Any]:
     by_rule = "auto" if engine.chunk == "tuned" else engine.chunk
     base = choose_plan(alg, params, split, mesh, engine.plan, by_rule, cohort)
     plan, why = tune.foresee(engine.chunk, base, job)
+    lanes = Lanes(plan.chunk if plan.kind == "lanes" else 0, plan.alike, plan.usual)
+    lowered = explain(alg, params, data_shapes(split), LoweringOptions(*how[1:]), lanes)
     return {
         "plan": plan.kind,
         "chunk": plan.chunk,
@@ -44,12 +44,5 @@ def explain_config(config: Config) -> dict[str, Any]:
         "devices": [str(device) for device in mesh.devices.flat],
         "data": "streamed from the host" if stream else "on the devices",
         "exchanges": [{"name": e.name, "down": e.down, "up": e.up} for e in cost(alg, params, split).exchanges],
-        "convolutions": explain_clients(alg, params, split, engine.convolutions),
-        "matrices": explain_growth(
-            with_convolutions(with_precision(alg, engine.precision), engine.convolutions),
-            params,
-            split,
-            plan,
-            engine.matrices,
-        ),
+        **lowered._asdict(),
     }

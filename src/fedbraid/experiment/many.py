@@ -31,6 +31,7 @@ from fedbraid.data.federated import FederatedData, Split
 from fedbraid.experiment.assembly import Experiment, assemble
 from fedbraid.experiment.config import Config, ConfigError, parse
 from fedbraid.local import MASK
+from fedbraid.lowering import LoweringOptions, lower_metrics
 from fedbraid.simulation.devices import client_mesh, free_memory, replicated, sharded
 from fedbraid.simulation.engine import make_engine
 from fedbraid.simulation.evaluate import client_values, in_batches, score, summarize
@@ -273,12 +274,14 @@ class Together:
             server, states, log = engine.rounds(*carry, arrays, slots, first, number, key)
             return (server, states), log
 
+        lowering = LoweringOptions(self.config.engine.convolutions)
+
         def look(values: Any, carry: Any, test: Any) -> Any:
             experiment = self._experiment(values)
             params = experiment.algorithm.params(carry[0])
             row, clients = {}, {}
             if test is not None:
-                scores = score(experiment.metrics, params, *test, clients=self.clients)
+                scores = score(lower_metrics(experiment.metrics, lowering), params, *test, clients=self.clients)
                 row = summarize(scores, self.prefix)
                 clients = {self.prefix + name: client_values(sums) for name, sums in scores.items()}
             return row, clients, finite(params)

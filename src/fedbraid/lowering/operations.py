@@ -13,8 +13,26 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from fedbraid.lowering import kernels
-from fedbraid.lowering.transposable import linear
+from fedbraid.lowering.transposable import computed_by, linear
 from fedbraid.lowering.winograd import TILE, conv_blocks, from_blocks, to_blocks
+
+__all__ = [
+    "Dense",
+    "Pads",
+    "along_weights",
+    "computed_by",
+    "conv2d",
+    "conv_relu",
+    "dense",
+    "has_kernel",
+    "linear",
+    "max_pool",
+    "paddings",
+    "patches",
+    "product",
+    "window_counts",
+    "window_max",
+]
 
 Array = jax.Array
 Dense = dict[str, Array]
@@ -177,7 +195,7 @@ def winograd_pays(b: int, h: int, w: int, channels: int, dtype) -> bool:
     # Multiplications a pair of channels. The 15 stands for transforming the kernel, 0.55 for the other transforms;
     # both were fitted to timings on one AVX-512 core.
     fewer = 36 * (tiles + 15) <= 0.55 * 9 * b * h * w
-    return jax.default_backend() == "cpu" and channels >= 8 and fewer and dtype in (jnp.float32, jnp.float64)
+    return kernels.platform() == "cpu" and channels >= 8 and fewer and dtype in (jnp.float32, jnp.float64)
 
 
 def patches(x: Array, window: tuple[int, int], strides: tuple[int, int] = (1, 1)) -> Array:

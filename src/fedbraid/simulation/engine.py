@@ -22,9 +22,8 @@ from jax.sharding import PartitionSpec as P
 from fedbraid import address
 from fedbraid.core import Aggregate, Algorithm, Exchange, Report
 from fedbraid.local import ClientData, LocalWork
-from fedbraid.lowering.convolutions import Convolutions, with_convolutions
-from fedbraid.lowering.grown import Matrices, extent_of, grow
-from fedbraid.lowering.precision import Precision, with_precision
+from fedbraid.lowering import LoweringOptions, extent_of, grow, lower
+from fedbraid.lowering.options import Convolutions, Matrices, Precision
 from fedbraid.simulation.arrival import Arrival, everyone
 from fedbraid.simulation.devices import AXIS, replicated
 from fedbraid.simulation.plan import Plan, Slots
@@ -300,7 +299,7 @@ def make_engine(
 
     ``local`` says that each device holds its own cohort's arrays (streamed data); else all hold all examples.
     """
-    alg = with_convolutions(with_precision(alg, precision), convolutions)
+    alg = lower(alg, LoweringOptions(convolutions, precision, matrices))
 
     def run_exchange(
         index: int, server: PyTree, states: PyTree, arrays: PyTree, slots: Slots, round_: Any, seed_key: Any

@@ -28,7 +28,7 @@ from fedbraid.core import Algorithm, check_count
 from fedbraid.costs import data_shapes
 from fedbraid.data.federated import Split
 from fedbraid.local import ClientData, LocalWork
-from fedbraid.lowering.convolutions import with_convolutions
+from fedbraid.lowering import LoweringOptions, lower
 from fedbraid.notices import notice
 from fedbraid.simulation import hosts
 from fedbraid.simulation.devices import free_memory
@@ -259,7 +259,7 @@ def client_bytes(alg: Algorithm, params: Any, split: Split) -> int | None:
     few = {n: jax.ShapeDtypeStruct((whole.cap, *s.shape[1:]), s.dtype) for n, s in whole.arrays.items()}
     data = ClientData(few, whole.offset, whole.size, whole.cap)
     largest = 0
-    for exchange in with_convolutions(alg, "fast").exchanges:
+    for exchange in lower(alg, LoweringOptions()).exchanges:
         down = jax.eval_shape(exchange.send, server)
         try:
             compiled = jax.jit(exchange.client).lower(down, state, data, key).compile()

@@ -17,12 +17,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fedbraid.core import Algorithm, check_choice, check_count, is_traced
-from fedbraid.costs import Cost, cost
+from fedbraid.costs import Cost, cost, data_shapes
 from fedbraid.data.federated import FederatedData, Split
-from fedbraid.lowering.convolutions import CONVOLUTIONS, Convolutions
-from fedbraid.lowering.grown import MATRICES, Matrices
-from fedbraid.lowering.precision import PRECISIONS, Precision
-from fedbraid.lowering.rewrite import fast_convolutions
+from fedbraid.lowering import Lanes, LoweringOptions, lower_metrics, notice_unmet
+from fedbraid.lowering.options import Convolutions, Matrices, Precision
 from fedbraid.notices import notice
 from fedbraid.simulation import checkpoint, hosts, tune
 from fedbraid.simulation.arrival import Arrival, everyone
@@ -152,9 +150,7 @@ def simulate(
     check_choice("plan", plan, ("auto", "sequential", "chunks", "lanes"))
     check_chunk(chunk)
     check_choice("data_in", data_in, ("auto", "device", "host"))
-    check_choice("convolutions", convolutions, CONVOLUTIONS)
-    check_choice("precision", precision, tuple(PRECISIONS))
-    check_choice("matrices", matrices, MATRICES)
+    lowering = LoweringOptions(convolutions, precision, matrices)
     traffic = cost(alg, params, split)  # checks the structure too, before anything compiles
     if jax.tree.leaves(jax.eval_shape(alg.init_client, params)) and rounds * size < split.num_clients:
         notice(
@@ -208,11 +204,14 @@ def simulate(
         feed = feed.with_plan(chosen)
         for other in engines.keys() - {chosen}:
             del engines[other]
+    final = feed.plan
+    lanes = Lanes(final.chunk if final.kind == "lanes" else 0, final.alike, final.usual)
+    notice_unmet(alg, params, data_shapes(split), lowering, lanes)
     run = _Run(alg, feed, program, traffic, rounds, seed, checkpoints, on_progress, tuning)
     if metrics is not None:
         if federated.test is None:
             raise ValueError("metrics were given, but the data has no test split to evaluate them on")
-        run.evaluate = evaluator(fast_convolutions(metrics) if convolutions == "fast" else metrics, federated.test)
+        run.evaluate = evaluator(lower_metrics(metrics, lowering), federated.test)
         run.eval_every = rounds if eval_every is None else eval_every
     run.start(params, on_host, folder, saved)
     del saved  # a copy of all states: not for the length of the run

@@ -155,8 +155,8 @@ def _model_fold(alg: Algorithm, params: PyTree, step: Exchange) -> int | None:
 
 
 def _local_model(carry: Any) -> PyTree | None:
-    """A client's model on its way: ``params`` of the carry, or ``y`` where an algorithm keeps the papers' letter."""
-    return getattr(carry, "params", getattr(carry, "y", None))
+    """A client's model during its local steps: the field ``params`` of the carry, None where there is none."""
+    return getattr(carry, "params", None)
 
 
 def _recorded_fold(alg: Algorithm, params: PyTree, name: str | None) -> tuple[int, int]:
@@ -169,7 +169,7 @@ def _recorded_fold(alg: Algorithm, params: PyTree, name: str | None) -> tuple[in
     if not able:
         raise ValueError(
             "this algorithm has no shadow: no exchange's client is made of local steps with the model in their "
-            f"carry, as params or y (exchanges: {[e.name for e in alg.exchanges]})"
+            f"carry, as params (exchanges: {[e.name for e in alg.exchanges]})"
         )
     if name is None:
         name = "train" if "train" in names else names[-1]

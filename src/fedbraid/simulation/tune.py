@@ -36,9 +36,7 @@ from fedbraid.core import Algorithm, is_traced
 from fedbraid.costs import data_shapes
 from fedbraid.data.federated import Split
 from fedbraid.local import LocalWork
-from fedbraid.lowering.convolutions import Convolutions
-from fedbraid.lowering.grown import Matrices
-from fedbraid.lowering.precision import Precision
+from fedbraid.lowering.options import Convolutions, Matrices, Precision
 from fedbraid.notices import notice
 from fedbraid.simulation import hosts
 from fedbraid.simulation.arrival import Arrival

@@ -43,7 +43,7 @@ from fedbraid.core import (
     finite,
     keep,
 )
-from fedbraid.local import MASK, Batches, ClientData, Fold, LocalWork, masked_mean
+from fedbraid.local import MASK, Batches, ClientData, Fold, LocalWork, grad, masked_mean
 from fedbraid.transforms.uploads import Decoding, averages, change_exchanges, refuse_sealed
 
 __all__ = ["elastic", "elasticity"]
@@ -125,7 +125,7 @@ def _sensing(outputs: Callable, mu: Any, sensitivity: str, batches: Batches) -> 
         return Sensing(jax.tree.map(jnp.zeros_like, down.params), jnp.zeros((), jnp.result_type(float)))
 
     def step(at: Sensing, batch: dict, key: Any, down: Down) -> Sensing:
-        g = jax.grad(size)(down.params, batch)
+        g = grad(size)(down.params, batch)
         if sensitivity == "momentum":
             return Sensing(jax.tree.map(lambda o, g: mu * o + (1 - mu) * jnp.abs(g), at.omega, g), at.seen)
         n = jnp.sum(batch[MASK])
