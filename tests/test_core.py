@@ -21,6 +21,7 @@ from fedbraid.core import (
     replace_exchange,
 )
 from fedbraid.costs import data_shapes
+from fedbraid.transforms import elastic, norm_bound, quantize
 from zoo import clients, loss, start
 
 DATA = data_shapes(clients())
@@ -137,3 +138,25 @@ def test_cost_reads_the_messages():
     plain, more = (fb.cost(a, start(), clients()) for a in (fb.fedavg(loss), wide(fb.fedavg(loss))))
     assert (plain.model, plain.down, plain.up, plain.multiple) == (16, 16, 16, 2.0)
     assert (more.down, more.up) == (16 + 20, 16)
+
+
+def test_what_a_client_keeps_is_said_in_the_exchange():
+    """``keeps`` names every part of the decoded upload that ``reconcile`` reads; transforms rely on it."""
+    assert [e.keeps for e in fb.scaffold(loss).exchanges] == [("aux",)]
+    assert [e.keeps for e in fb.feddyn(loss).exchanges] == [("pseudograd",)]
+    assert [e.keeps for e in fb.fedavg(loss).exchanges] == [()]
+    for alg, part in ((fb.scaffold(loss), "aux"), (fb.feddyn(loss), "pseudograd")):
+        silent = replace_exchange(alg, "train", lambda e: e._replace(keeps=()))
+        with pytest.raises(StructureError, match=rf"'train': reconcile reads the {part}, so keeps must name it"):
+            check_structure(silent, start(), DATA)
+    wrong = replace_exchange(fb.scaffold(loss), "train", lambda e: e._replace(reconcile=lambda c, meant, got: meant))
+    with pytest.raises(StructureError, match="reconciled client state"):
+        check_structure(wrong, start(), DATA)
+
+
+@pytest.mark.parametrize("transform", [norm_bound, quantize, lambda alg: elastic(quantize(alg), lambda p, b: b["x"])])
+def test_what_is_kept_stays_said_under_transforms(transform):
+    """Decoding entry by entry keeps the parts apart; a bound on the norm of the whole upload mixes them."""
+    alg = transform(fb.scaffold(loss))
+    check_structure(alg, start(), DATA)
+    assert alg.exchanges[0].keeps == (("pseudograd", "aux") if transform is norm_bound else ("aux",))

@@ -8,8 +8,8 @@ import pytest
 import fedbraid as fb
 from fedbraid import address
 from fedbraid.core import replace_exchange
-from fedbraid.local import map_report
 from fedbraid.simulation import bernoulli, simulate
+from fedbraid.transforms.clients import map_report
 from quadratic_clients import flat, quadratics
 from zoo import clients, loss, start
 

@@ -90,6 +90,7 @@ def feddyn(loss: Loss, *, alpha: Any = 0.1, client_lr: Any = 0.1, **local: Unpac
         local_work(start, step, finish, batches_of(**local)),
         receive,
         reconcile=reconcile,
+        keeps=("pseudograd",),
     )
     return Algorithm(
         init=lambda params: FedDynState(params, jax.tree.map(jnp.zeros_like, params)),

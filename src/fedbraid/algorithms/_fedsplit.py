@@ -247,7 +247,9 @@ def fedsplit(
         z = jax.tree.map(lambda z, m, d: z + m - d, state.z, meant.pseudograd, decoded.pseudograd)
         return state._replace(z=z)
 
-    exchange = Exchange("prox", lambda server: Down(server.params), client, receive, reconcile=reconcile)
+    exchange = Exchange(
+        "prox", lambda server: Down(server.params), client, receive, reconcile=reconcile, keeps=("pseudograd",)
+    )
     return Algorithm(SplitServer, init_client, (exchange,), lambda server: server.params)
 
 

@@ -124,6 +124,7 @@ def scaffold(
         receive,
         reducer=UNIFORM_AUX,
         reconcile=reconcile,
+        keeps=("aux",),
     )
     return Algorithm(
         init=lambda params: ScaffoldState(params, jax.tree.map(jnp.zeros_like, params)),

@@ -17,7 +17,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedbraid import address
-from fedbraid.core import Algorithm, keep
+from fedbraid.core import Algorithm
 from fedbraid.flower import wire
 from fedbraid.flower.aggregate import Aggregator, Upload
 from fedbraid.flower.evaluate import Sums, are_sums, summary
@@ -246,7 +246,7 @@ class Rounds:
         """
         policy, restart = self.policy.lost_state, []
         if policy == "auto":
-            policy = "restart" if any(e.reconcile is not keep for e in self.alg.exchanges) else "reset"
+            policy = "restart" if any(e.keeps for e in self.alg.exchanges) else "reset"
         for client, node in sorted(self.roster.lost.items()):
             words = f"client {client} (node {node.id}) lost its state {self.base(client)!r}"
             self.losses[client] += 1

@@ -306,7 +306,7 @@ def make_engine(
     ) -> tuple[PyTree, PyTree, dict[str, Any]]:
         exchange = alg.exchanges[index]
         key = address.exchange_key(seed_key, round_, index)
-        gather = exchange.reducer.gather
+        gather = exchange.reducer.kind == "gather"
 
         def on_device(down: PyTree, arrays: PyTree, slots: Slots, states: PyTree, key: Any) -> tuple[Tally, PyTree]:
             bench = _Bench(exchange, arrival, down, key, arrays, cap, plan.alike, plan.usual, matrices)

@@ -139,7 +139,7 @@ class Job:
         server, state = (jax.eval_shape(make, self.params) for make in (self.alg.init, self.alg.init_client))
         shapes = {"params": self.params, "server": server, "state": state, "data": data_shapes(self.split).arrays}
         exchanges = [
-            {"name": e.name, "cohort": e.cohort, "gather": e.reducer.gather, "steps": self._steps(e.client)}
+            {"name": e.name, "cohort": e.cohort, "gather": e.reducer.kind == "gather", "steps": self._steps(e.client)}
             for e in self.alg.exchanges
         ]
         asked = [self.kind, self.cohort, self.split.num_clients, self.stream, self.on_host]

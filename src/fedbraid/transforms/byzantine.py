@@ -10,16 +10,17 @@ upload: -1 flips the sign, 100 scales. Its weight and its state stay as they are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 
-from fedbraid.core import Algorithm, Down, Exchange, Report, StructureError, check_number
+from fedbraid.core import Algorithm, Exchange, Report, StructureError, check_number
 from fedbraid.data.federated import FederatedData, Split
-from fedbraid.local import Batches, ClientData, Fold, LocalWork
+from fedbraid.local import Batches, Fold
+from fedbraid.transforms.clients import with_fold
 from fedbraid.transforms.codes import scaled
 from fedbraid.transforms.uploads import change_exchanges
 
@@ -81,31 +82,18 @@ def attack(alg: Algorithm, *, factor: Any = -1.0, exchanges: Sequence[str] | Non
         return report._replace(up=scaled(report.up, jnp.where(flag > 0, factor, 1)))
 
     def change(exchange: Exchange) -> Exchange:
-        return exchange._replace(client=_with_flag(exchange.client, lie))
+        return exchange._replace(client=with_fold(exchange.client, _LOOK, lie))
 
     return change_exchanges(alg, exchanges, change)
 
 
-def _with_flag(client: Callable, change: Callable[[Report, Any], Report]) -> Callable:
-    """The client whose report is changed by its flag. Steps see batches, so a walk of one step reads it off a row."""
-    look = Fold(
-        start=lambda down, state, key: jnp.zeros((), jnp.uint8),
-        step=lambda flag, batch, key, down: _flag_of(batch),
-        finish=lambda flag, down, state, n: flag,
-        batches=Batches(1, steps=1, shuffle=False),
-    )
-    if isinstance(client, LocalWork):
-        inner = client.combine
-
-        def combine(results: tuple, down: Down, state: PyTree, key: Any) -> Report:
-            return change(inner(results[:-1], down, state, key), results[-1])
-
-        return LocalWork((*client.folds, look), combine)
-
-    def opaque(down: Down, state: PyTree, data: ClientData, key: Any) -> Report:
-        return change(client(down, state, data, key), look.run(down, state, data, key))
-
-    return opaque
+# Steps see batches, so a pass of one step reads the flag off a row.
+_LOOK = Fold(
+    start=lambda down, state, key: jnp.zeros((), jnp.uint8),
+    step=lambda flag, batch, key, down: _flag_of(batch),
+    finish=lambda flag, down, state, n: flag,
+    batches=Batches(1, steps=1, shuffle=False),
+)
 
 
 def _flag_of(batch: dict) -> Any:

@@ -43,13 +43,11 @@ from fedbraid.core import (
     check_number,
     is_traced,
     is_zero,
-    keep,
 )
-from fedbraid.local import map_inputs, map_report
+from fedbraid.transforms.clients import map_inputs, map_report
 from fedbraid.transforms.codes import is_code, scaled
 from fedbraid.transforms.uploads import (
     Extended,
-    Sealed,
     averages,
     change_exchanges,
     check_bound,
@@ -246,15 +244,12 @@ def _adapt(exchange: Exchange, quantile: Any, rate: Any, noise: Noise) -> Exchan
         moved = (bound * jnp.exp(-rate * (share - quantile))).astype(bound.dtype)
         return server._replace(own=server.own | {name: moved})
 
-    reconcile = exchange.reconcile
     return exchange._replace(
         send=send,
         client=map_report(map_inputs(exchange.client, down=lambda down: Down(down.params, down.aux.aux)), change),
         receive=receive,
-        reducer=Reducer(lift, finish, inner.gather),
-        reconcile=keep
-        if reconcile is keep
-        else lambda state, meant, got: reconcile(state, _uncounted(meant), _uncounted(got)),
+        reducer=Reducer(lift, finish, kind=inner.kind),
+        reconcile=lambda state, meant, got: exchange.reconcile(state, _uncounted(meant), _uncounted(got)),
         admit=lambda up: exchange.admit(_uncounted(up)),
     )
 
@@ -328,9 +323,7 @@ def dp(
         return report._replace(weight=one, metrics=report.metrics if metrics else {})
 
     def seal(exchange: Exchange) -> Exchange:
-        return exchange._replace(
-            client=map_report(exchange.client, level), receive=Sealed(exchange.receive, Promise(noise, shares, delta))
-        )
+        return exchange._replace(client=map_report(exchange.client, level), sealed=Promise(noise, shares, delta))
 
     if quantile is None:
         clipped = change_exchanges(alg, None, lambda exchange: _clip(exchange, bound, levels))
@@ -340,14 +333,14 @@ def dp(
 
 
 def _check_private(exchange: Exchange, where: str) -> None:
-    if isinstance(exchange.receive, Sealed):
+    if exchange.sealed is not None:
         raise ValueError("dp over dp would add noise twice and promise only the outer: apply it once")
     if not averages(exchange.reducer, uniform=True):
         raise ValueError(
             f"dp needs uploads that are averaged, so that one client moves the sum by at most the bound; exchange "
             f"{exchange.name!r} reduces them in another way"
         )
-    if where == "server" and exchange.reconcile is not keep:
+    if where == "server" and exchange.keeps:
         raise ValueError(
             f"noise at the server over exchange {exchange.name!r} would part the server from its clients, which keep "
             "what they uploaded (as in c = mean c_i): let the clients add it, where='clients' and shares"
@@ -409,7 +402,7 @@ def is_private(alg: Algorithm) -> bool:
     >>> is_private(alg), is_private(dp(alg))
     (False, True)
     """
-    return all(isinstance(exchange.receive, Sealed) for exchange in alg.exchanges)
+    return all(exchange.sealed is not None for exchange in alg.exchanges)
 
 
 def epsilon_by_round(
@@ -431,15 +424,14 @@ def epsilon_by_round(
     [1.21, 1.24, 1.25]
     """
     for exchange in alg.exchanges:
-        if not isinstance(exchange.receive, Sealed):
+        if exchange.sealed is None:
             raise ValueError(f"exchange {exchange.name!r} promises no privacy: apply dp to the algorithm")
-        delta = exchange.receive.promise.delta if delta is None else delta
+        delta = exchange.sealed.delta if delta is None else delta
     _check_account(sampling, rounds, delta)
     assert delta is not None
     groups: list[np.ndarray] = []  # per cohort and round: sum of 1 / z^2 over its exchanges
     for exchange in alg.exchanges:
-        assert isinstance(exchange.receive, Sealed)
-        spent = _spent(exchange.name, exchange.receive.promise, rounds, history)
+        spent = _spent(exchange.name, exchange.sealed, rounds, history)
         if exchange.cohort == "same":
             groups[-1] = groups[-1] + spent
         else:

@@ -28,10 +28,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedbraid.core import Algorithm, Exchange, Reducer, check_count, check_number, keep
+from fedbraid.core import Algorithm, Exchange, Reducer, check_count, check_number
 from fedbraid.transforms.codes import scaled
 from fedbraid.transforms.uploads import (
-    Decoding,
     averages,
     change_exchanges,
     check_bound,
@@ -62,7 +61,7 @@ def _by_rule(name: str, alg: Algorithm, rule: Rule, exchanges: Sequence[str] | N
 
     def change(exchange: Exchange) -> Exchange:
         refuse_sealed(exchange, name)
-        if exchange.reconcile is not keep:
+        if exchange.keeps:
             raise ValueError(
                 f"{name} over exchange {exchange.name!r} would part the server from its clients: they keep what they "
                 "uploaded, and only a mean of the uploads agrees with the mean of what is kept (as in c = mean c_i). "
@@ -73,19 +72,10 @@ def _by_rule(name: str, alg: Algorithm, rule: Rule, exchanges: Sequence[str] | N
                 f"{name} takes the place of the mean, but exchange {exchange.name!r} does not average its uploads: its "
                 "own reduction would be lost"
             )
-        return exchange._replace(reducer=Reducer(_behind(exchange.reducer.lift), finish, gather=True))
+        decode = exchange.reducer.decode
+        return exchange._replace(reducer=Reducer(lambda up, weight: decode(up), finish, kind="gather", decode=decode))
 
     return change_exchanges(alg, exchanges, change)
-
-
-def _behind(lift: Callable) -> Callable:
-    """The lift that keeps uploads apart, behind the same decodings."""
-    return Decoding(_behind(lift.lift), lift.decode) if isinstance(lift, Decoding) else _plain
-
-
-def _plain(up: PyTree, weight: Any) -> PyTree:
-    del weight
-    return up
 
 
 # --- coordinate by coordinate ----------------------------------------------------------------------------------------
@@ -117,8 +107,8 @@ def median(alg: Algorithm, *, exchanges: Sequence[str] | None = None) -> Algorit
 
     >>> from fedbraid.algorithms import fedavg
     >>> alg = median(fedavg(lambda params, batch, key: jnp.sum(params**2)))
-    >>> alg.exchanges[0].reducer.gather
-    True
+    >>> alg.exchanges[0].reducer.kind
+    'gather'
     """
     return _by_rule("median", alg, _median, exchanges)
 
@@ -256,7 +246,7 @@ def norm_bound(alg: Algorithm, *, bound: Any = 1.0, exchanges: Sequence[str] | N
 
     def change(exchange: Exchange) -> Exchange:
         refuse_sealed(exchange, "norm_bound")
-        return recode(exchange, lambda up, down, key: up, decode)
+        return recode(exchange, lambda up, down, key: up, decode, mixes=True)
 
     return change_exchanges(alg, exchanges, change)
 
