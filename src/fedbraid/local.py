@@ -8,10 +8,10 @@ many clients together.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ __all__ = [
     "WEIGHTINGS",
     "Batches",
     "ClientData",
+    "Clients",
     "Fold",
     "LocalOptions",
     "LocalWork",
@@ -39,6 +40,21 @@ __all__ = [
 
 PyTree = Any
 MASK = "mask"
+BYZANTINE = "byzantine"  # the field that says which clients lie; see fedbraid.data.mark
+
+
+class Clients(Protocol):
+    """The examples of all clients as flat arrays: client ``i`` has rows ``offsets[i]`` to ``offsets[i + 1]``.
+
+    ``fedbraid.data.Split`` is one.
+    """
+
+    @property
+    def arrays(self) -> Mapping[str, Any]: ...
+    @property
+    def offsets(self) -> Any: ...
+    @property
+    def sizes(self) -> Any: ...
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays", "offset", "size"], meta_fields=["cap"])
