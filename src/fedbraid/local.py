@@ -236,7 +236,11 @@ def batches_of(*, part: tuple[float, float] = (0.0, 1.0), **local: Unpack[LocalO
 
 def _cut(xp: Any, fraction: float, n: Any) -> Any:
     """The row at a fraction of n, at least 1 for any positive fraction: a slice that exists is never empty."""
-    row = xp.floor(fraction * n + 1e-6).astype(n.dtype) if hasattr(n, "dtype") else int(fraction * n + 1e-6)
+    if hasattr(n, "dtype"):
+        real = jnp.result_type(float) if xp is jnp else float
+        row = xp.floor(fraction * n.astype(real) + 1e-6).astype(n.dtype)
+    else:
+        row = int(fraction * n + 1e-6)
     return xp.maximum(row, 1) if fraction > 0 else row
 
 

@@ -95,7 +95,8 @@ def scaffold(
         change = ()
         if option == "II":
             change = jax.tree.map(lambda d, c: d / (walk.k.astype(d.dtype) * client_lr) - c, sent, down.aux)
-        return Report(Up(sent, change), weight_of(weighting, n), c_i, {"loss": walk.loss / walk.k})
+        mean_loss = walk.loss / walk.k.astype(walk.loss.dtype)
+        return Report(Up(sent, change), weight_of(weighting, n), c_i, {"loss": mean_loss})
 
     def renew(results: tuple, down: Down, c_i: PyTree, key: Any) -> Report:
         report = results[0]
