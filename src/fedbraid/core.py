@@ -19,7 +19,6 @@ from jax.extend.core import Var
 
 __all__ = [
     "MEAN",
-    "UNIFORM_AUX",
     "Aggregate",
     "Algorithm",
     "Down",
@@ -38,7 +37,6 @@ __all__ = [
     "keep",
     "message_shapes",
     "reduce_reports",
-    "replace_exchange",
     "same",
 ]
 
@@ -112,18 +110,6 @@ MEAN = Reducer(_weighted, _divide, mean="weighted")
 """The weighted mean of the uploads that arrived; weights re-normalise by themselves."""
 
 
-def _lift_apart(up: Up, weight: Scalar) -> Up:
-    return Up(MEAN.lift(up.pseudograd, weight), MEAN.lift(up.aux, weight > 0))
-
-
-def _finish_apart(total: Up, weight: Scalar, count: Scalar) -> Up:
-    return Up(MEAN.finish(total.pseudograd, weight, count), MEAN.finish(total.aux, count, count))
-
-
-UNIFORM_AUX = Reducer(_lift_apart, _finish_apart, mean="uniform-aux")
-"""The weighted mean of the pseudogradients, and the unweighted mean of what comes beside them."""
-
-
 def keep(state: PyTree, meant: PyTree, decoded: PyTree) -> PyTree:
     """The reconciliation of a client whose state does not depend on its upload as the server decoded it."""
     del meant, decoded
@@ -167,13 +153,6 @@ class Algorithm(NamedTuple):
     init_client: Callable  # (params) -> client_state, () when stateless
     exchanges: tuple[Exchange, ...]
     params: Callable  # (server) -> params to evaluate
-
-
-def replace_exchange(alg: Algorithm, name: str, change: Callable[[Exchange], Exchange]) -> Algorithm:
-    """The same algorithm with one exchange changed: what most transforms do."""
-    if name not in [e.name for e in alg.exchanges]:
-        raise ValueError(f"no exchange named {name!r} here; this algorithm has {[e.name for e in alg.exchanges]}")
-    return alg._replace(exchanges=tuple(change(e) if e.name == name else e for e in alg.exchanges))
 
 
 def reduce_reports(reducer: Reducer, ups: PyTree, weights: Any) -> tuple[PyTree, Any, Any]:

@@ -11,11 +11,11 @@ first (see :func:`rewriting`), for instance to replace slow operations by fast o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ __all__ = [
     "WEIGHTINGS",
     "Batches",
     "ClientData",
+    "Clients",
     "Fold",
     "LocalOptions",
     "LocalWork",
@@ -45,6 +46,21 @@ __all__ = [
 
 PyTree = Any
 MASK = "mask"
+BYZANTINE = "byzantine"  # the field that says which clients lie; see fedbraid.data.mark
+
+
+class Clients(Protocol):
+    """The examples of all clients as flat arrays: client ``i`` has rows ``offsets[i]`` to ``offsets[i + 1]``.
+
+    ``fedbraid.data.Split`` is one.
+    """
+
+    @property
+    def arrays(self) -> Mapping[str, Any]: ...
+    @property
+    def offsets(self) -> Any: ...
+    @property
+    def sizes(self) -> Any: ...
 
 
 # --- derivatives: the one place where an engine may change a loss ----------------------------------------------------
@@ -267,7 +283,8 @@ def batches_of(*, part: tuple[float, float] = (0.0, 1.0), **local: Unpack[LocalO
 
 def _cut(xp: Any, fraction: float, n: Any) -> Any:
     """The row at a fraction of n, at least 1 for any positive fraction: a slice that exists is never empty."""
-    row = xp.floor(fraction * n + 1e-6).astype(n.dtype) if hasattr(n, "dtype") else int(fraction * n + 1e-6)
+    n, real = xp.asarray(n), jnp.result_type(float) if xp is jnp else float
+    row = xp.floor(fraction * n.astype(real) + 1e-6).astype(n.dtype)
     return xp.maximum(row, 1) if fraction > 0 else row
 
 

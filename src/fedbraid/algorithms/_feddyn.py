@@ -73,7 +73,7 @@ def feddyn(loss: Loss, *, alpha: Any = 0.1, client_lr: Any = 0.1, **local: Unpac
     def finish(walk: Walk, down: Down, g_i: PyTree, n: Any) -> Report:
         sent = jax.tree.map(jnp.subtract, down.params, walk.params)
         kept = jax.tree.map(lambda g, d: g + alpha * d, g_i, sent)
-        return Report(Up(sent), weight_of("uniform", n), kept, {"loss": walk.loss / walk.k})
+        return Report(Up(sent), weight_of("uniform", n), kept, {"loss": walk.loss / walk.k.astype(walk.loss.dtype)})
 
     def reconcile(g_i: PyTree, meant: Up, decoded: Up) -> PyTree:
         """The client believes of its move what the server believes, so that h stays the mean of the g_i."""

@@ -95,7 +95,8 @@ def fednova(
 
     def finish(walk: Walk, down: Down, state: Any, n: Any) -> Report:
         sent = jax.tree.map(lambda x, y: (x - y) / walk.length.astype(x.dtype), down.params, walk.params)
-        return Report(Up(sent, walk.length), weight_of(weighting, n), metrics={"loss": walk.loss / walk.k})
+        mean_loss = walk.loss / walk.k.astype(walk.loss.dtype)
+        return Report(Up(sent, walk.length), weight_of(weighting, n), metrics={"loss": mean_loss})
 
     def receive(server: NovaState, aggregate: Aggregate, key: Any) -> NovaState:
         d, tau = aggregate.up  # the mean of ||a_i||_1 under the same weights is tau_eff

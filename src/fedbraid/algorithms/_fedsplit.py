@@ -44,8 +44,7 @@ from fedbraid.algorithms.prox import (
 )
 from fedbraid.algorithms.server_optimizers import ServerState, server_step
 from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number, is_zero
-from fedbraid.data.federated import Split
-from fedbraid.local import WEIGHTINGS, ClientData, Weighting, weight_of
+from fedbraid.local import WEIGHTINGS, ClientData, Clients, Weighting, weight_of
 
 __all__ = ["fedgd", "fedprox_exact", "fedsplit"]
 
@@ -158,7 +157,7 @@ def fedsplit(
     relaxation: Any = 1.0,
     objective: Objective = "mean",
     estimate: Literal["dense", "lanczos"] | None = None,
-    data: Split | None = None,
+    data: Clients | None = None,
     params: Any = None,
 ) -> Algorithm:
     """FedSplit: operator splitting over the clients, ``z_j <- z_j + 2 relaxation (u_j - x)``.

@@ -146,7 +146,7 @@ def local_update(
 
     def finish(walk: Walk, down: Down, state: Any, n: Any) -> Report:
         sent = jax.tree.map(jnp.subtract, down.params, walk.params) if message == "delta" else walk.message
-        return Report(Up(sent), weight_of(weighting, n), metrics={"loss": walk.loss / walk.k})
+        return Report(Up(sent), weight_of(weighting, n), metrics={"loss": walk.loss / walk.k.astype(walk.loss.dtype)})
 
     def send(server: ServerState) -> Down:
         return Down(server.params)

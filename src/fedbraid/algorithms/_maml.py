@@ -131,5 +131,6 @@ def _divide(n: Any, support: float) -> tuple[Any, Any]:
     """Sizes of the support and of the query set; neither is empty, and a client of one example uses it for both."""
     if support == 1.0:
         return n, n
-    inner = jnp.clip(jnp.round(support * n).astype(n.dtype), 1, jnp.maximum(n - 1, 1))
+    share = jnp.round(support * n.astype(jnp.result_type(float))).astype(n.dtype)
+    inner = jnp.clip(share, 1, jnp.maximum(n - 1, 1))
     return inner, jnp.maximum(n - inner, 1)

@@ -126,7 +126,7 @@ def _mime(
 
     def finish(walk: Walk, down: Down, state: Any, n: Any) -> Report:
         sent = jax.tree.map(jnp.subtract, down.params, walk.params)
-        return Report(Up(sent), weight_of(weighting, n), metrics={"loss": walk.loss / walk.k})
+        return Report(Up(sent), weight_of(weighting, n), metrics={"loss": walk.loss / walk.k.astype(walk.loss.dtype)})
 
     def with_gradient(results: tuple[Report, Gradients], down: Down, state: Any, key: Any) -> Report:
         report, gradients = results

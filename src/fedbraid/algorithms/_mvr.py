@@ -127,7 +127,7 @@ def _mvr(
 
     def finish(walk: Walk, down: Down, state: Any, n: Any) -> Report:
         sent = jax.tree.map(jnp.subtract, down.params, walk.params)
-        return Report(Up(sent), weight_of(weighting, n), metrics={"loss": walk.loss / walk.k})
+        return Report(Up(sent), weight_of(weighting, n), metrics={"loss": walk.loss / walk.k.astype(walk.loss.dtype)})
 
     def message(gradients: Gradients) -> Up:
         """Mime needs c_t by itself too."""

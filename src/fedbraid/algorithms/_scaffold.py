@@ -30,7 +30,18 @@ import jax
 import jax.numpy as jnp
 
 from fedbraid.algorithms._server_only import Gradients, Loss, full_gradients
-from fedbraid.core import UNIFORM_AUX, Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number
+from fedbraid.core import (
+    MEAN,
+    Aggregate,
+    Algorithm,
+    Down,
+    Exchange,
+    Reducer,
+    Report,
+    Up,
+    check_choice,
+    check_number,
+)
 from fedbraid.local import WEIGHTINGS, Fold, LocalOptions, LocalWork, Weighting, batches_of, value_and_grad, weight_of
 
 __all__ = ["ScaffoldState", "scaffold", "share_heard"]
@@ -52,6 +63,18 @@ class Walk(NamedTuple):
     shift: PyTree
     k: Any
     loss: Any
+
+
+def _lift(up: Up, weight: Any) -> Up:
+    return Up(MEAN.lift(up.pseudograd, weight), MEAN.lift(up.aux, weight > 0))
+
+
+def _finish(total: Up, weight: Any, count: Any) -> Up:
+    return Up(MEAN.finish(total.pseudograd, weight, count), MEAN.finish(total.aux, count, count))
+
+
+UNIFORM_AUX = Reducer(_lift, _finish, mean="uniform-aux")
+"""The weighted mean of the pseudogradients, and the unweighted mean of the aux."""
 
 
 def share_heard(aggregate: Aggregate) -> Any:
@@ -93,7 +116,8 @@ def scaffold(
         change = ()
         if option == "II":
             change = jax.tree.map(lambda d, c: d / (walk.k.astype(d.dtype) * client_lr) - c, sent, down.aux)
-        return Report(Up(sent, change), weight_of(weighting, n), c_i, {"loss": walk.loss / walk.k})
+        mean_loss = walk.loss / walk.k.astype(walk.loss.dtype)
+        return Report(Up(sent, change), weight_of(weighting, n), c_i, {"loss": mean_loss})
 
     def renew(results: tuple, down: Down, c_i: PyTree, key: Any) -> Report:
         report = results[0]

@@ -32,8 +32,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from fedbraid.core import check_choice, check_count, check_number, is_traced
-from fedbraid.data.federated import Split
-from fedbraid.local import MASK, ClientData, rewritten
+from fedbraid.local import MASK, ClientData, Clients, rewritten
 
 __all__ = [
     "OBJECTIVES",
@@ -369,7 +368,7 @@ class Curvature(NamedTuple):
 def curvature(
     loss: Loss,
     params: PyTree,
-    split: Split,
+    split: Clients,
     *,
     method: Literal["dense", "lanczos"] = "dense",
     steps: int = 30,
@@ -382,6 +381,7 @@ def curvature(
     values lie inside the true range (L from below, l from above) and are exact once ``steps`` reaches the number of
     distinct eigenvalues. A loss that is not quadratic has other curvature elsewhere: logistic losses are steepest at 0.
 
+    >>> from fedbraid.data import Split
     >>> split = Split.from_clients([{"x": np.eye(2) * [1.0, 2.0], "y": np.zeros(2)}])
     >>> square = lambda w, batch, key: 0.5 * jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
     >>> c = curvature(square, jnp.zeros(2), split)

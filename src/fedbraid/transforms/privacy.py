@@ -226,13 +226,14 @@ def _adapt(exchange: Exchange, quantile: Any, rate: Any, noise: Noise) -> Exchan
         )
 
     def lift(up: Up, weight: Any) -> tuple[PyTree, Any]:
-        return inner.lift(_uncounted(up), weight), jnp.where(weight > 0, up.aux.within, 0).astype(
-            jnp.result_type(float)
-        )
+        within = up.aux.within.astype(jnp.result_type(float))
+        return inner.lift(_uncounted(up), weight), jnp.where(weight > 0, within, 0)
 
     def finish(combined: tuple[PyTree, Any], weight: Any, count: Any) -> Up:
         up = inner.finish(combined[0], weight, count)
-        return Up(up.pseudograd, Counted(up.aux, jnp.sum(combined[1]) / jnp.maximum(count, 1)))
+        return Up(
+            up.pseudograd, Counted(up.aux, jnp.sum(combined[1]) / jnp.maximum(count, 1).astype(combined[1].dtype))
+        )
 
     def receive(server: Extended, aggregate: Aggregate, key: Any) -> Extended:
         bound, share = server.own[name], aggregate.up.aux.within

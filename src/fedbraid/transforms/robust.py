@@ -81,6 +81,11 @@ def _by_rule(name: str, alg: Algorithm, rule: Rule, exchanges: Sequence[str] | N
 # --- coordinate by coordinate ----------------------------------------------------------------------------------------
 
 
+def _real(count: Any) -> Any:
+    """A count as a real number of the default precision."""
+    return count.astype(jnp.result_type(float))
+
+
 def _column(mask: Any, leaf: Any) -> Any:
     return mask.reshape(-1, *[1] * (leaf.ndim - 1))
 
@@ -126,7 +131,7 @@ def trimmed_mean(alg: Algorithm, *, trim: Any = 0.2, exchanges: Sequence[str] | 
     check_number("trim", trim, low=0, high=0.5, open_high=True)
 
     def rule(stacked: PyTree, there: Any, n: Any) -> PyTree:
-        cut = jnp.minimum(jnp.ceil(trim * n - 1e-6).astype(n.dtype), jnp.maximum(n - 1, 0) // 2)
+        cut = jnp.minimum(jnp.ceil(trim * _real(n) - 1e-6).astype(n.dtype), jnp.maximum(n - 1, 0) // 2)
         return _trimmed(stacked, there, cut, n)
 
     return _by_rule("trimmed_mean", alg, rule, exchanges)
@@ -165,7 +170,7 @@ def geometric_median(alg: Algorithm, *, iterations: int = 32, exchanges: Sequenc
         least = jnp.where((middle > 0) & (n > 0), middle * jnp.sqrt(tiny.eps), jnp.sqrt(tiny.tiny))
 
         def step(_: Any, point: PyTree) -> PyTree:
-            return _mean_of(stacked, there / jnp.maximum(distances(point), least))
+            return _mean_of(stacked, there.astype(least.dtype) / jnp.maximum(distances(point), least))
 
         return jax.lax.fori_loop(0, iterations, step, first)
 
@@ -201,9 +206,9 @@ def _krum(name: str, alg: Algorithm, fraction: Any, kept: Any, exchanges: Sequen
     check_number("fraction", fraction, low=0, high=0.5, open_high=True)
 
     def rule(stacked: PyTree, there: Any, n: Any) -> PyTree:
-        bad = jnp.ceil(fraction * n - 1e-6).astype(n.dtype)
+        bad = jnp.ceil(fraction * _real(n) - 1e-6).astype(n.dtype)
         scores = _krum_scores(stacked, there, jnp.maximum(n - bad - 2, 1))
-        many = 1 if kept is None else jnp.maximum(jnp.floor(kept * n + 1e-6).astype(n.dtype), 1)
+        many = 1 if kept is None else jnp.maximum(jnp.floor(kept * _real(n) + 1e-6).astype(n.dtype), 1)
         last = jnp.sort(scores)[many - 1]
         return _mean_of(stacked, (there & (scores <= last * (1 + 1e-5))).astype(last.dtype))
 
