@@ -44,7 +44,7 @@ class FedDynState(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """A client on its way: its model, its g_i, the step number and the sum of its batch losses."""
+    """A client's carry: its model y, its g_i, the step number and the sum of its batch losses."""
 
     params: PyTree
     g_i: PyTree

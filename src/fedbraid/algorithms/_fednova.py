@@ -42,7 +42,7 @@ class NovaState(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """A client on its way: its model and momentum, the same two under a gradient of 1, steps and losses."""
+    """A client's carry: its model y and momentum, both for a gradient of 1, the step number and the sum of losses."""
 
     params: PyTree
     u: PyTree

@@ -196,11 +196,7 @@ def fedsplit(
             )
         low, high = _estimated(curvature(loss, params, data, method=estimate, objective=objective))
     pulled = not is_zero(regularization)
-    if low is not None and high is not None:
-        check_constants(low, high)
-    if pulled:
-        low = regularization if low is None else low + regularization
-        high = None if high is None else high + regularization
+    low, high = _regularized(low, high, regularization)
     s = _split_step(step, low, high)
     solve = named_solver(
         prox,
@@ -260,6 +256,15 @@ def _estimated(found: Curvature) -> tuple[float | None, float]:
     """l and L; a least curvature that cannot be told from 0 is none at all, since 1 / sqrt(l L) would be noise."""
     known = found.strong_convexity > 1e-6 * found.smoothness
     return (found.strong_convexity if known else None), found.smoothness
+
+
+def _regularized(low: Any, high: Any, regularization: Any) -> tuple[Any, Any]:
+    """l and L, None where unknown, of the loss with (lambda / 2) ||x - x_1||^2 added."""
+    if low is not None and high is not None:
+        check_constants(low, high)
+    if is_zero(regularization):
+        return low, high
+    return regularization + (0 if low is None else low), None if high is None else high + regularization
 
 
 def _split_step(step: Any, low: Any, high: Any) -> Any:

@@ -59,7 +59,7 @@ Loss = Callable[[Any, dict, Any], Any]
 
 
 class Walk(NamedTuple):
-    """A client on its way: its model, the message so far, the step number and the sum of its batch losses."""
+    """A client's carry: its model, the message so far, the step number and the sum of its batch losses."""
 
     params: Any
     message: Any

@@ -83,22 +83,9 @@ def maml(
         check_count("batch_size", batch_size)
     opt = server_optimizers.sgd(server_lr) if server_opt is None else server_opt
 
-    def episode(data: ClientData, key: Any) -> tuple[tuple[Any, Any], dict]:
-        """The rows of every support batch with their masks, ``[steps, size]``, and the query batch."""
-        inner, outer = _divide(data.size, support)
-        size = data.cap if batch_size is None else min(batch_size, data.cap)
-        place = jnp.arange(size, dtype=jnp.int32)
-
-        batch_number = jnp.arange(steps, dtype=jnp.int32)[:, None] % -(-inner // size)
-        position = jnp.concatenate([batch_number * size + place, data.size - outer + place[None]])
-        valid = jnp.concatenate([position[:-1] < inner, place[None] < outer])
-        if not (support == 1.0 and batch_size is None):  # where all sets hold all examples their order is nothing
-            position = shuffled(key, jnp.where(valid, position, 0), data.size)
-        return (position[:-1], valid[:-1]), data.rows(position[-1], valid[-1])
-
     def client(down: Down, state: Any, data: ClientData, key: Any) -> Report:
         order_key, step_key, query_key = (jax.random.fold_in(key, i) for i in range(3))
-        batches, query = episode(data, order_key)
+        batches, query = _episode(data, order_key, support, steps, batch_size)
 
         def adapt(x: Any) -> Any:
             def local_step(y: Any, this: tuple) -> tuple[Any, None]:
@@ -125,6 +112,22 @@ def maml(
         exchanges=(Exchange("train", lambda server: Down(server.params), client, receive),),
         params=lambda server: server.params,
     )
+
+
+def _episode(
+    data: ClientData, key: Any, support: float, steps: int, batch_size: int | None
+) -> tuple[tuple[Any, Any], dict]:
+    """The rows of every support batch with their masks, ``[steps, size]``, and the query batch."""
+    inner, outer = _divide(data.size, support)
+    size = data.cap if batch_size is None else min(batch_size, data.cap)
+    place = jnp.arange(size, dtype=jnp.int32)
+
+    batch_number = jnp.arange(steps, dtype=jnp.int32)[:, None] % -(-inner // size)
+    position = jnp.concatenate([batch_number * size + place, data.size - outer + place[None]])
+    valid = jnp.concatenate([position[:-1] < inner, place[None] < outer])
+    if not (support == 1.0 and batch_size is None):  # if all sets hold all examples, their order does not matter
+        position = shuffled(key, jnp.where(valid, position, 0), data.size)
+    return (position[:-1], valid[:-1]), data.rows(position[-1], valid[-1])
 
 
 def _divide(n: Any, support: float) -> tuple[Any, Any]:

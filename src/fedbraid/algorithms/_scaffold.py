@@ -57,7 +57,7 @@ class ScaffoldState(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """A client on its way: its model, the correction c - c_i, the step number and the sum of its batch losses."""
+    """A client's carry: its model y, the correction c - c_i, the step number and the sum of its batch losses."""
 
     params: PyTree
     shift: PyTree

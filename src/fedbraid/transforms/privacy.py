@@ -295,29 +295,12 @@ def dp(
     >>> from fedbraid.algorithms import fedavg
     >>> alg = dp(fedavg(lambda params, batch, key: jnp.sum(params**2)), noise=0.8, bound=0.3)
     """
-    check_number("noise", noise, low=0)
-    check_bound("bound", bound)
-    check_choice("where", where, ("server", "clients"))
+    _check_noise(noise, bound, where, shares, quantile)
     check_number("delta", delta, low=0, high=1, open_low=True, open_high=True)
-    if where == "clients":
-        if shares is None:
-            raise ValueError("where='clients' needs shares: how many uploads make up the noise, such as the cohort")
-        check_count("shares", shares)
-    elif shares is not None:
-        raise ValueError(f"shares is for where='clients', got shares={shares!r} with where='server'")
-    if isinstance(bound, float) and bound == float("inf") and (quantile is not None or not is_zero(noise)):
-        raise ValueError("noise needs a finite bound: without one the sensitivity of the sum is infinite")
     for exchange in alg.exchanges:
         _check_private(exchange, where)
 
-    levels = Noise(noise, 0.0, shares)
-    if quantile is not None and not is_zero(noise):
-        bits = 5 * noise if bit_noise is None else check_number("bit_noise", bit_noise, low=0, open_low=True)
-        if not is_traced(bits) and not is_traced(noise) and 2 * bits <= noise:
-            raise ValueError(f"bit_noise must exceed noise / 2 = {noise / 2:g}, got {bits:g}: the bits alone cost more")
-        levels = Noise((noise**-2 - (2 * bits) ** -2) ** -0.5, bits, shares)
-    elif bit_noise is not None:
-        raise ValueError("bit_noise is for adaptive clipping with noise: give quantile, and a noise above 0")
+    levels = _levels(noise, shares, quantile, bit_noise)
 
     def level(report: Report, down: Down, state: PyTree, key: Any) -> Report:
         one = jnp.ones_like(jnp.asarray(report.weight))
@@ -331,6 +314,32 @@ def dp(
     else:
         clipped = _adaptive(alg, quantile, bound, rate, None, levels)
     return change_exchanges(clipped, None, seal)
+
+
+def _check_noise(noise: Any, bound: Any, where: str, shares: int | None, quantile: Any) -> None:
+    check_number("noise", noise, low=0)
+    check_bound("bound", bound)
+    check_choice("where", where, ("server", "clients"))
+    if where == "clients":
+        if shares is None:
+            raise ValueError("where='clients' needs shares: how many uploads make up the noise, such as the cohort")
+        check_count("shares", shares)
+    elif shares is not None:
+        raise ValueError(f"shares is for where='clients', got shares={shares!r} with where='server'")
+    if isinstance(bound, float) and bound == float("inf") and (quantile is not None or not is_zero(noise)):
+        raise ValueError("noise needs a finite bound: without one the sensitivity of the sum is infinite")
+
+
+def _levels(noise: Any, shares: int | None, quantile: Any, bit_noise: Any) -> Noise:
+    """The noise on the uploads and on the bits of adaptive clipping, which together cost what ``noise`` costs."""
+    if quantile is not None and not is_zero(noise):
+        bits = 5 * noise if bit_noise is None else check_number("bit_noise", bit_noise, low=0, open_low=True)
+        if not is_traced(bits) and not is_traced(noise) and 2 * bits <= noise:
+            raise ValueError(f"bit_noise must exceed noise / 2 = {noise / 2:g}, got {bits:g}: the bits alone cost more")
+        return Noise((noise**-2 - (2 * bits) ** -2) ** -0.5, bits, shares)
+    if bit_noise is not None:
+        raise ValueError("bit_noise is for adaptive clipping with noise: give quantile, and a noise above 0")
+    return Noise(noise, 0.0, shares)
 
 
 def _check_private(exchange: Exchange, where: str) -> None:
