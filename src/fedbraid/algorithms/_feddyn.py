@@ -14,7 +14,7 @@ sends x - y. With S the clients that were heard, out of N,
 
 So h = (1/N) sum_i g_i after every round, and where nothing moves any more y_i = x, g_i = grad f_i(x) and h = 0: x is
 the optimum of the unweighted mean of the client losses, whether the local problems are solved exactly or not. Uploads
-count alike for that reason; there is no weighting to choose.
+have equal weights for that reason; there is no weighting to choose.
 
 Sends, in models: 1 down, 1 up. Keeps: one model per client, so clients must come back (cross-silo).
 """

@@ -13,8 +13,9 @@ The local solver is SGD with momentum rho and a proximal pull alpha,
 
     u <- rho u + g(y) + alpha (y - x),    y <- y - client_lr u,
 
-both 0 by default. Its ||a_i||_1 is how far it would go under a constant gradient of 1, which is found by running the
-same recursion on numbers beside it: the closed forms of the paper (Section 4) for either alone, and right for both.
+both 0 by default. Its ||a_i||_1 is how far it would go under a constant gradient of 1. It is computed by running the
+same recursion on numbers: for momentum or pull alone this gives the closed forms of the paper (Section 4), and it is
+also right for both together.
 
 Sends, in models: 1 down, 1 up, and one number. Keeps: nothing on the clients.
 """

@@ -1,8 +1,8 @@
-"""FedGD(s, e), exact-prox FedProx, and FedSplit: two methods that stop beside the optimum, one that reaches it.
+"""FedGD(s, e), exact-prox FedProx, and FedSplit: two methods that stop near the optimum, one that reaches it.
 
 R. Pathak, M. Wainwright. FedSplit: an algorithmic framework for fast federated optimization. NeurIPS 2020.
 
-The problem is to minimize sum_j f_j(x), every client counting alike; f_j is client j's mean loss, or the sum of its
+The problem is to minimize sum_j f_j(x), with equal weights; f_j is client j's mean loss, or the sum of its
 losses (``objective="sum"``), which makes it the loss pooled over all examples.
 
     fedgd          x_j = G_j^e(x),  G_j(u) = u - s grad f_j(u)          x <- mean_j x_j                    (eq. 4)
@@ -253,7 +253,7 @@ class SplitServer(NamedTuple):
 
 
 def _estimated(found: Curvature) -> tuple[float | None, float]:
-    """l and L; a least curvature that cannot be told from 0 is none at all, since 1 / sqrt(l L) would be noise."""
+    """l and L; l is None if it cannot be distinguished from 0, because 1 / sqrt(l L) would be noise."""
     known = found.strong_convexity > 1e-6 * found.smoothness
     return (found.strong_convexity if known else None), found.smoothness
 
@@ -277,7 +277,7 @@ def _split_step(step: Any, low: Any, high: Any) -> Any:
 
 
 def _prox(solve: ProxSolver, f: Callable, v: Any, s: Any, batch: dict, start: Any) -> tuple[Any, dict[str, Any]]:
-    """prox_{s f}(v), and what is told of it: f there, how far grad h is from 0, how many steps it took."""
+    """prox_{s f}(v) and its metrics: f there, the norm of grad h, the number of steps."""
     u, steps = solve(f, v, s, batch, start)
     value, g = prox_gradient(f, u, v, s)
     residual = jnp.sqrt(_squared_norm(g))

@@ -216,7 +216,7 @@ def reptile(
     weighting: Weighting = "uniform",
     **local: Unpack[LocalOptions],
 ) -> Algorithm:
-    """Reptile (Nichol et al., 2018): FedAvg read as meta-learning, tasks weighted alike."""
+    """Reptile (Nichol et al., 2018): FedAvg read as meta-learning, tasks with equal weights."""
     return fedavg(loss, client_lr=client_lr, server_lr=server_lr, weighting=weighting, **local)
 
 
@@ -257,7 +257,7 @@ def meta_minibatch_prox(
     weighting: Weighting = "uniform",
     **local: Unpack[LocalOptions],
 ) -> Algorithm:
-    """MetaMinibatchProx (Zhou et al., 2019): FedProx read as meta-learning, tasks weighted alike."""
+    """MetaMinibatchProx (Zhou et al., 2019): FedProx read as meta-learning, tasks with equal weights."""
     return fedprox(loss, alpha=alpha, client_lr=client_lr, server_lr=server_lr, weighting=weighting, **local)
 
 

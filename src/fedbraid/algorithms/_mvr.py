@@ -21,7 +21,7 @@ The pair (c, m) behind p is that of the protocol (see :mod:`fedbraid.algorithms.
 (c_{t-1}, m_{t-1}), which were made at x_{t-2}; "two-phase" and "split-cohort" have this round's (c_t, m_t), made at
 x_{t-1}. With a = 1 each is Mime over SGD under the same protocol. The point x of the correction g(y) - g(x) is x_{t-1}
 as (13) and (14) print it (``anchor="current"``). The proof of Lemma 19 puts x_{t-2} there, where the lagged pair was
-made, and then nothing but noise is left of the bias when clients are alike: ``anchor="previous"``.
+made; if all clients have the same loss, only noise is left of the bias then: ``anchor="previous"``.
 
 As in Algorithm 5 all starts from m = c = 0 and x_{-1} = x_0; a lagged MimeMVR therefore only looks in its first round.
 

@@ -56,7 +56,7 @@ class BaseOptimizer(NamedTuple):
     track: Callable  # V: (g, s, x) -> s
     lr: float  # a rate to start from
     linear: bool = True  # whether U is linear (up to a constant) in g for a fixed s
-    tracks: bool = True  # False: s is empty, so that nobody needs to compute a gradient for it
+    tracks: bool = True  # False: s is empty, so no gradient is needed for it
 
 
 def sgd() -> BaseOptimizer:
@@ -112,7 +112,7 @@ def adagrad(eps: Any = 1e-3, initial: Any = 0.1) -> BaseOptimizer:
 
 
 class AdamState(NamedTuple):
-    """``count`` exists only with bias correction: a state is sent, and what is not needed is not sent."""
+    """``count`` exists only with bias correction: the state is sent to clients, so it holds nothing unused."""
 
     m: PyTree
     v: PyTree

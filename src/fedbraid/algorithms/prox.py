@@ -74,8 +74,8 @@ ProxSolver = Callable[[Callable[[PyTree], Any], PyTree, Any, dict, PyTree], Solu
 def client_objective(loss: Loss, objective: Objective, batch: dict, key: Any) -> Callable[[PyTree], Any]:
     """A client's f as the paper has it: the mean of its losses, or their sum ("sum": mean times number of examples).
 
-    With "mean" the problem is the mean over clients, each counting alike; with "sum" it is the loss pooled over all
-    examples, and l, L and 1/s are as many times larger as a client has examples.
+    With "mean" the problem is the mean over clients with equal weights. With "sum" it is the loss pooled over all
+    examples, and a client of n examples has l, L and 1/s n times larger.
     """
     own = rewritten(loss)
     count = jnp.sum(batch[MASK]) if objective == "sum" else 1.0

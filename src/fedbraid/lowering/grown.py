@@ -52,7 +52,7 @@ class Growth:
         return tuple(site.empty(lanes) for site in self.sites)
 
     def rest(self, carry: PyTree) -> list[Array]:
-        """The leaves of a carry that are stored as they are."""
+        """The leaves of a carry that are not sites."""
         grown = {site.leaf for site in self.sites}
         return [leaf for i, leaf in enumerate(jax.tree.leaves(carry)) if i not in grown]
 

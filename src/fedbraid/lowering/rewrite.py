@@ -213,7 +213,7 @@ def _apply(equation, inputs) -> list[Any]:
             return [output]
         inputs = [x.value() if isinstance(x, Deferred) else x for x in inputs]
     elif name.startswith("custom_"):
-        pass  # its derivative rule belongs to the whole: do not look inside
+        pass  # its derivative rule belongs to the whole function: leave it unchanged
     elif any(has_convolutions(inner) for value in params.values() for inner in _jaxprs(value)):
         if name in ("jit", "pjit"):
             return _evaluate(params["jaxpr"].jaxpr, params["jaxpr"].consts, *inputs)
@@ -316,7 +316,7 @@ def _max_pool(equation, x):
 
 
 def _window_max(params: dict[str, Any], x):
-    """``reduce_window_max`` with windows side by side as a reshape and a maximum, or None."""
+    """``reduce_window_max`` with windows that do not overlap as a reshape and a maximum, or None."""
     if not _side_by_side(params, x):
         return None
     window = params["window_dimensions"]

@@ -1,4 +1,4 @@
-"""Models as pure functions: the papers' networks, and doors for the user's own."""
+"""Models as pure functions: the papers' networks, and adapters for the user's own."""
 
 from fedbraid.lowering.operations import conv2d, max_pool
 from fedbraid.models.cnn import emnist_cnn

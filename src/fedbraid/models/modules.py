@@ -106,7 +106,7 @@ def from_flax(
     The engine makes its convolutions fast (docs/lowering.md).
 
     Args:
-        module: a module over whole batches, without state beside its parameters (no batch normalisation).
+        module: a module over whole batches, without state other than its parameters (no batch normalisation).
         example: an input of the right shape, with its batch axis, for ``module.init``.
         score: as in ``from_equinox``.
         training: further arguments of a training call, such as ``{"train": True}``; its key is ``rngs["dropout"]``.

@@ -41,7 +41,7 @@ def per_byte(levels: int) -> int:
 )
 @dataclass(frozen=True)
 class Quantized:
-    """Whole numbers from ``-levels`` to ``levels`` times a scale per bucket, as many to a byte as go into one."""
+    """Whole numbers from ``-levels`` to ``levels`` times a scale per bucket, packed several to a byte if they fit."""
 
     packed: Any  # uint8
     scale: Any  # one per bucket

@@ -8,7 +8,7 @@ model theta, without labels, how sensitive the output F is to each parameter i:
     g = grad ||F(theta; x)||^2        momentum:  Omega_k <- mu Omega_k + (1 - mu) |g|   batch by batch, from 0
                                       average:   Omega_k = sum |g| / |B_k|              (eq. 1)
 
-It uploads Omega_k beside its update; the server averages both with the same weights and scales the mean update by
+It uploads Omega_k with its update; the server averages both with the same weights and scales the mean update by
 
     zeta_i = 1 + tau - Omega_i / max_j Omega_j,
 
@@ -59,7 +59,7 @@ class Sensed(NamedTuple):
 
 
 class Sensing(NamedTuple):
-    """A client on its way over B_k."""
+    """A client's carry in its pass over B_k."""
 
     omega: PyTree
     seen: Any
@@ -180,7 +180,7 @@ def _receive_elastically(exchange: Exchange, tau: Any) -> Exchange:
 
     return exchange._replace(
         receive=receive,
-        reducer=_averaged(reducer) if averages(reducer) else _beside(reducer),
+        reducer=_averaged(reducer) if averages(reducer) else _with_omega(reducer),
         reconcile=lambda state, meant, got: exchange.reconcile(state, _bare(meant), _bare(got)),
         admit=lambda up: exchange.admit(_bare(up)) & finite(up.aux.omega),
     )
@@ -200,8 +200,8 @@ def _averaged(reducer: Reducer) -> Reducer:
     return MEAN._replace(lift=lambda up, weight: MEAN.lift(decode(up), weight), decode=decode)
 
 
-def _beside(reducer: Reducer) -> Reducer:
-    """The exchange's own reduction, and the weighted mean of the sensitivities beside it."""
+def _with_omega(reducer: Reducer) -> Reducer:
+    """The exchange's own reduction, and the weighted mean of the sensitivities."""
 
     def lift(up: Up, weight: Any) -> tuple[PyTree, PyTree]:
         return reducer.lift(_bare(up), weight), MEAN.lift(up.aux.omega, weight)

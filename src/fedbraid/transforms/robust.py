@@ -96,7 +96,7 @@ def _sorted(leaf: Any, there: Any) -> Any:
 
 
 def _trimmed(stacked: PyTree, there: Any, cut: Any, n: Any) -> PyTree:
-    """The mean of every coordinate without its ``cut`` least and greatest values; 0 if nobody is there."""
+    """The mean of every coordinate without its ``cut`` least and greatest values; 0 if there are no uploads."""
     place = jnp.arange(len(there))
     used = (place >= cut) & (place < n - cut)
 
@@ -259,7 +259,7 @@ def norm_bound(alg: Algorithm, *, bound: Any = 1.0, exchanges: Sequence[str] | N
 def admit_if(
     alg: Algorithm, predicate: Callable[[PyTree], Any], *, exchanges: Sequence[str] | None = None
 ) -> Algorithm:
-    """Uploads for which ``predicate(up)`` is False count as not arrived, beside those refused already.
+    """Uploads for which ``predicate(up)`` is False count as not arrived; those refused already stay refused.
 
     Every exchange refuses uploads that are not finite unless it says otherwise (:func:`fedbraid.core.finite`).
 

@@ -1,4 +1,4 @@
-"""What transforms share: an upload changed on its way, and more state on the server or on the clients.
+"""What transforms share: uploads that are encoded and decoded, and more state on the server or on the clients.
 
 A transform that changes uploads is a pair: ``encode`` at the end of the client's work and ``decode`` at the server's
 side. The client also runs ``decode`` and corrects its state, by the algorithm's ``reconcile``, to the upload as the
@@ -42,7 +42,7 @@ __all__ = [
 PyTree = Any
 
 
-# --- an upload changed on its way ------------------------------------------------------------------------------------
+# --- uploads that are encoded and decoded ----------------------------------------------------------------------------
 
 
 def through(decode: Callable, exchange: Exchange, *, mixes: bool = False) -> Exchange:
@@ -102,7 +102,7 @@ def change_exchanges(
 
 
 class Extended(NamedTuple):
-    """A state with a transform's own beside it."""
+    """The state of the algorithm inside, and the transform's own."""
 
     inner: PyTree
     own: PyTree
@@ -184,7 +184,7 @@ def norm(up: PyTree) -> Any:
     arrays = [decoded(leaf) for _, leaf in leaves]
     largest = jnp.max(jnp.stack([jnp.max(jnp.abs(a), initial=0) for a in arrays])) if arrays else jnp.zeros(())
     unit = jnp.where(largest > 0, largest, 1)
-    # an upload of inf or NaN has the norm NaN, so that it is refused at the door
+    # an upload of inf or NaN has the norm NaN, so that it is refused
     return largest * jnp.sqrt(sum(jnp.sum((a / unit.astype(a.dtype)) ** 2) for a in arrays))
 
 
