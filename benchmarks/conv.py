@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fedbraid.lowering import fast_convolutions
 from fedbraid.lowering.operations import patches
-from fedbraid.models import emnist_cnn, fast_convolutions
+from fedbraid.models import emnist_cnn
 
 
 def xla_conv(x, w):

@@ -115,11 +115,8 @@ def step_cost(model, params, split, batch: int) -> tuple[float, float]:
     import jax
     import numpy as np
 
-    from fedbraid.lowering.rewrite import native_convolutions
-
     few = {name: array[:batch] for name, array in split.arrays.items()} | {"mask": np.ones(batch, np.float32)}
-    with native_convolutions():
-        program = jax.jit(jax.value_and_grad(model.loss)).lower(params, few, jax.random.key(0)).compile()
+    program = jax.jit(jax.value_and_grad(model.loss)).lower(params, few, jax.random.key(0)).compile()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     return float((program.cost_analysis() or {}).get("flops", float("nan"))), 4.0 * size
 

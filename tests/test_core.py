@@ -18,9 +18,10 @@ from fedbraid.core import (
     check_structure,
     finite,
     reduce_reports,
-    replace_exchange,
 )
 from fedbraid.costs import data_shapes
+from fedbraid.transforms import elastic, norm_bound, quantize
+from fedbraid.transforms.uploads import change_exchanges
 from zoo import clients, loss, start
 
 DATA = data_shapes(clients())
@@ -28,7 +29,7 @@ DATA = data_shapes(clients())
 
 def broken(**changes):
     alg = fb.fedavg(loss)
-    return replace_exchange(alg, "train", lambda e: e._replace(**changes))
+    return change_exchanges(alg, ["train"], lambda e: e._replace(**changes))
 
 
 def test_a_sound_algorithm_passes():
@@ -99,9 +100,9 @@ def test_finite_sees_every_leaf():
     assert not finite(tree | {"b": jnp.array(jnp.nan)})
 
 
-def test_replace_exchange_names_what_there_is():
+def test_change_exchanges_names_what_there_is():
     with pytest.raises(ValueError, match=r"'prox'.*'train'"):
-        replace_exchange(fb.fedavg(loss), "prox", lambda e: e)
+        change_exchanges(fb.fedavg(loss), ["prox"], lambda e: e)
 
 
 @pytest.mark.parametrize("bad", [-1, float("nan"), float("inf"), "fast", None, [1.0]])
@@ -130,10 +131,32 @@ def test_choices_are_listed():
 
 def test_cost_reads_the_messages():
     def wide(alg):
-        return replace_exchange(
-            alg, "train", lambda e: e._replace(send=lambda server: Down(server.params, {"extra": jnp.zeros(5)}))
+        return change_exchanges(
+            alg, ["train"], lambda e: e._replace(send=lambda server: Down(server.params, {"extra": jnp.zeros(5)}))
         )
 
     plain, more = (fb.cost(a, start(), clients()) for a in (fb.fedavg(loss), wide(fb.fedavg(loss))))
     assert (plain.model, plain.down, plain.up, plain.multiple) == (16, 16, 16, 2.0)
     assert (more.down, more.up) == (16 + 20, 16)
+
+
+def test_what_a_client_keeps_is_said_in_the_exchange():
+    """``keeps`` names every part of the decoded upload that ``reconcile`` reads; transforms rely on it."""
+    assert [e.keeps for e in fb.scaffold(loss).exchanges] == [("aux",)]
+    assert [e.keeps for e in fb.feddyn(loss).exchanges] == [("pseudograd",)]
+    assert [e.keeps for e in fb.fedavg(loss).exchanges] == [()]
+    for alg, part in ((fb.scaffold(loss), "aux"), (fb.feddyn(loss), "pseudograd")):
+        silent = change_exchanges(alg, ["train"], lambda e: e._replace(keeps=()))
+        with pytest.raises(StructureError, match=rf"'train': reconcile reads the {part}, so keeps must name it"):
+            check_structure(silent, start(), DATA)
+    wrong = change_exchanges(fb.scaffold(loss), ["train"], lambda e: e._replace(reconcile=lambda c, meant, got: meant))
+    with pytest.raises(StructureError, match="reconciled client state"):
+        check_structure(wrong, start(), DATA)
+
+
+@pytest.mark.parametrize("transform", [norm_bound, quantize, lambda alg: elastic(quantize(alg), lambda p, b: b["x"])])
+def test_what_is_kept_stays_said_under_transforms(transform):
+    """Decoding entry by entry keeps the parts apart; a bound on the norm of the whole upload mixes them."""
+    alg = transform(fb.scaffold(loss))
+    check_structure(alg, start(), DATA)
+    assert alg.exchanges[0].keeps == (("pseudograd", "aux") if transform is norm_bound else ("aux",))

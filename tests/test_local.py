@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbraid.local import Batches, ClientData, batches_of, local_work, map_inputs, map_report, masked_mean, shuffled
+from fedbraid.local import Batches, ClientData, batches_of, local_work, masked_mean, shuffled
+from fedbraid.transforms.clients import map_inputs, map_report
 
 
 @settings(max_examples=15, deadline=None)

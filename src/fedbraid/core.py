@@ -1,8 +1,8 @@
 """The one abstraction: a federated algorithm is a short, fixed tuple of exchanges.
 
 In an exchange the server sends one message to a cohort, each client computes an upload from it, its own state and its
-own data, the uploads are reduced, and the server takes the result in. Everything is a pure function over pytrees, so
-the simulator, a deployment and the cost of a round are three interpreters of the same object.
+own data, the uploads are reduced, and the server updates its state with the result. Everything is a pure function over
+pytrees, so the simulator, a deployment and the cost of a round are three interpreters of the same object.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import Var
 
 __all__ = [
     "MEAN",
-    "UNIFORM_AUX",
     "Aggregate",
     "Algorithm",
     "Down",
@@ -38,7 +38,7 @@ __all__ = [
     "keep",
     "message_shapes",
     "reduce_reports",
-    "replace_exchange",
+    "same",
 ]
 
 PyTree = Any
@@ -77,16 +77,24 @@ class Aggregate(NamedTuple):
     population: Scalar  # number of clients there are: SCAFFOLD's N
 
 
+def same(up: PyTree) -> PyTree:
+    """The decoding of uploads that arrive in the algorithm's own form."""
+    return up
+
+
 class Reducer(NamedTuple):
     """How uploads become one: ``finish(sum of lift(up, weight), total weight, count)``.
 
-    With ``gather=True`` the lifted uploads are stacked instead of summed and ``weight`` is the vector of their weights,
-    0 for those that did not arrive: rank rules (median, Krum) need to see them all.
+    kind: "sum" adds the lifted uploads. "gather" stacks them, and ``weight`` is the vector of their weights, 0 for
+        those that did not arrive: rank rules (median, Krum) need to see them all.
+    mean: which mean of the decoded uploads it is: "weighted"; "uniform-aux" averages the aux without weights; "none".
     """
 
-    lift: Callable  # (up, weight) -> summand
+    lift: Callable  # (up, weight) -> summand; it decodes the upload first
     finish: Callable  # (combined, weight, count) -> reduced up
-    gather: bool = False
+    kind: Literal["sum", "gather"] = "sum"
+    mean: Literal["weighted", "uniform-aux", "none"] = "none"
+    decode: Callable = same  # (up) -> up in the algorithm's own form
 
 
 def _weighted(up: PyTree, weight: Scalar) -> PyTree:
@@ -99,24 +107,12 @@ def _divide(total: PyTree, weight: Scalar, count: Scalar) -> PyTree:
     return jax.tree.map(lambda leaf: leaf / safe.astype(leaf.dtype), total)
 
 
-MEAN = Reducer(_weighted, _divide)
+MEAN = Reducer(_weighted, _divide, mean="weighted")
 """The weighted mean of the uploads that arrived; weights re-normalise by themselves."""
 
 
-def _lift_apart(up: Up, weight: Scalar) -> Up:
-    return Up(MEAN.lift(up.pseudograd, weight), MEAN.lift(up.aux, weight > 0))
-
-
-def _finish_apart(total: Up, weight: Scalar, count: Scalar) -> Up:
-    return Up(MEAN.finish(total.pseudograd, weight, count), MEAN.finish(total.aux, count, count))
-
-
-UNIFORM_AUX = Reducer(_lift_apart, _finish_apart)
-"""The weighted mean of the pseudogradients, and the unweighted mean of what comes beside them."""
-
-
 def keep(state: PyTree, meant: PyTree, decoded: PyTree) -> PyTree:
-    """The reconciliation of a client whose state does not depend on how its upload was decoded."""
+    """The reconciliation of a client whose state does not depend on its upload as the server decoded it."""
     del meant, decoded
     return state
 
@@ -124,14 +120,20 @@ def keep(state: PyTree, meant: PyTree, decoded: PyTree) -> PyTree:
 def finite(up: PyTree) -> Scalar:
     """Whether every number of an upload is finite: the default admission to the reduction."""
     floats = [leaf for leaf in jax.tree.leaves(up) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    # By the largest along the last axis first: a GPU gives what is left of a client to one block, slow for a large
-    # upload; and on a CPU a maximum, which sees what is not a number, is twice as fast as asking each of them.
+    # First the largest along the last axis. A GPU gives the rest of the reduction to one block per client, which is
+    # slow for a large upload. On a CPU a maximum, which propagates NaN, is twice as fast as testing each number.
     largest = [jnp.max(jnp.abs(leaf), axis=-1 if leaf.ndim else None, initial=0) for leaf in floats]
     return jnp.all(jnp.stack([jnp.all(rows < jnp.inf) for rows in largest])) if floats else jnp.array(True)
 
 
 class Exchange(NamedTuple):
-    """One there and back between the server and a cohort."""
+    """One message from the server to a cohort, and the uploads that come back.
+
+    keeps: the parts of its upload on which a client's next state depends. If the server decodes them to other values
+        than the client meant, ``reconcile`` corrects the state, so that both sides agree (as in c = mean c_i).
+    sealed: a promise about the uploads exactly as they leave the clients (see ``transforms.dp``): transforms that would
+        change them refuse to.
+    """
 
     name: str
     send: Callable  # (server) -> Down
@@ -141,6 +143,8 @@ class Exchange(NamedTuple):
     reconcile: Callable = keep  # (client_state, meant Up, Up as decoded by the server) -> client_state
     cohort: Literal["fresh", "same"] = "fresh"
     admit: Callable = finite  # (up) -> bool: an upload refused here counts as not arrived
+    keeps: tuple[Literal["pseudograd", "aux"], ...] = ()
+    sealed: Any = None
 
 
 class Algorithm(NamedTuple):
@@ -152,13 +156,6 @@ class Algorithm(NamedTuple):
     params: Callable  # (server) -> params to evaluate
 
 
-def replace_exchange(alg: Algorithm, name: str, change: Callable[[Exchange], Exchange]) -> Algorithm:
-    """The same algorithm with one exchange changed: what most transforms do."""
-    if name not in [e.name for e in alg.exchanges]:
-        raise ValueError(f"no exchange named {name!r} here; this algorithm has {[e.name for e in alg.exchanges]}")
-    return alg._replace(exchanges=tuple(change(e) if e.name == name else e for e in alg.exchanges))
-
-
 def reduce_reports(reducer: Reducer, ups: PyTree, weights: Any) -> tuple[PyTree, Any, Any]:
     """Reduce stacked uploads ``[n, ...]``: (reduced up, total weight, count). Absent ones have weight 0.
 
@@ -168,13 +165,13 @@ def reduce_reports(reducer: Reducer, ups: PyTree, weights: Any) -> tuple[PyTree,
     """
     lifted = jax.vmap(reducer.lift)(ups, weights)
     count = jnp.sum(weights > 0)
-    if reducer.gather:
+    if reducer.kind == "gather":
         return reducer.finish(lifted, weights, count), jnp.sum(weights), count
     total = jax.tree.map(lambda leaf: jnp.sum(leaf, 0), lifted)
     return reducer.finish(total, jnp.sum(weights), count), jnp.sum(weights), count
 
 
-# --- checks of arguments: concrete values are judged here, tracers pass (a sweep is a vmap) ---------------------------
+# --- checks of arguments: concrete values are checked, tracers pass (a sweep is a vmap) -------------------------------
 
 
 def is_traced(value: Any) -> bool:
@@ -271,6 +268,22 @@ def _shapes(where: str, function: Callable, *args: Any) -> Any:
         raise StructureError(f"{where} failed on the shapes it is given: {error}") from error
 
 
+def _check_keeps(where: str, exchange: Exchange, report: Report) -> None:
+    """Refuse a ``reconcile`` that reads parts of the decoded upload which ``keeps`` does not name."""
+    given = (report.state, report.up, report.up)
+    reconciled = _shapes(f"{where}, reconcile", exchange.reconcile, *given)
+    _must_match(f"{where}, reconciled client state", report.state, reconciled)
+    jaxpr, tree = jax.make_jaxpr(exchange.reconcile)(*given).jaxpr, jax.tree.structure(report.up)
+    decoded = jax.tree.unflatten(tree, jaxpr.invars[len(jaxpr.invars) - tree.num_leaves :])
+    for part in set(Up._fields) - set(exchange.keeps) if isinstance(report.up, Up) else ():
+        reached = set(jax.tree.leaves(getattr(decoded, part)))
+        for equation in jaxpr.eqns:
+            if any(isinstance(atom, Var) and atom in reached for atom in equation.invars):
+                reached |= set(equation.outvars)
+        if any(isinstance(atom, Var) and atom in reached for atom in jaxpr.outvars):
+            raise StructureError(f"{where}: reconcile reads the {part}, so keeps must name it, got {exchange.keeps}")
+
+
 class MessageShapes(NamedTuple):
     """What one exchange sends, as shapes and dtypes."""
 
@@ -311,6 +324,7 @@ def message_shapes(alg: Algorithm, params: PyTree, data: PyTree) -> tuple[Messag
             if value.shape != ():
                 raise StructureError(f"{where}: metric {name!r} must be a scalar, got {_describe(value)}")
         _must_match(f"{where}, client state", state, report.state)
+        _check_keeps(where, exchange, report)
         one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype), report.up)
         reduced = _shapes(
             f"{where}, reducer",

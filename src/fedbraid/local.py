@@ -1,17 +1,21 @@
-"""Local work: how a client walks over its own batches.
+"""Local work: how a client goes over its own batches, and how it differentiates a loss.
 
-Client code never slices data. Shuffling, epochs against steps, the last partial batch, masks and held-out slices live
-here, in one place that serves the simulator's flat arrays and a deployed client's own arrays alike. A client built
-with :func:`local_work` can be called (it folds over its batches) or taken apart by an engine that runs the steps of
-many clients together.
+Client code never slices data. Shuffling, epochs or steps, the last partial batch, masks and held-out slices live here,
+in one place that serves the simulator's flat arrays and a deployed client's own arrays. A client built with
+:func:`local_work` can be called (it folds over its batches) or taken apart by an engine that runs the steps of many
+clients together.
+
+Client code differentiates with :func:`value_and_grad` and :func:`grad`: jax's, of a loss that an engine may rewrite
+first (see :func:`rewriting`), for instance to replace slow operations by fast ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -23,22 +27,83 @@ __all__ = [
     "WEIGHTINGS",
     "Batches",
     "ClientData",
+    "Clients",
     "Fold",
     "LocalOptions",
     "LocalWork",
     "Weighting",
     "batches_of",
+    "grad",
     "local_work",
-    "map_inputs",
-    "map_report",
     "map_work",
     "masked_mean",
+    "rewriting",
+    "rewritten",
     "shuffled",
+    "value_and_grad",
     "weight_of",
 ]
 
 PyTree = Any
 MASK = "mask"
+BYZANTINE = "byzantine"  # the field that says which clients lie; see fedbraid.data.mark
+
+
+class Clients(Protocol):
+    """The examples of all clients as flat arrays: client ``i`` has rows ``offsets[i]`` to ``offsets[i + 1]``.
+
+    ``fedbraid.data.Split`` is one.
+    """
+
+    @property
+    def arrays(self) -> Mapping[str, Any]: ...
+    @property
+    def offsets(self) -> Any: ...
+    @property
+    def sizes(self) -> Any: ...
+    @property
+    def preprocess(self) -> Callable | None: ...
+
+
+# --- derivatives: the one place where an engine may change a loss ----------------------------------------------------
+
+_rewrite = jax.make_user_context(None)  # a part of the key of jax's caches: no program is reused under another rewrite
+
+
+def rewriting(change: Callable[[Callable], Callable] | None) -> AbstractContextManager:
+    """For engines: a context in which functions are replaced by ``change(function)`` before they are differentiated.
+
+    The changed function must have the same values and derivatives. None changes nothing.
+    """
+    return _rewrite(change)
+
+
+def rewritten(function: Callable) -> Callable:
+    """``function`` as the engine wants it, for derivatives other than those below, such as Hessians."""
+
+    def run(*args: Any) -> Any:
+        change = _rewrite.value
+        return function(*args) if change is None else change(function)(*args)
+
+    return run
+
+
+def value_and_grad(loss: Callable) -> Callable:
+    """``jax.value_and_grad(loss)``, with respect to the first argument, of the loss as the engine rewrites it.
+
+    >>> value, gradient = value_and_grad(lambda params, batch, key: jnp.sum(params**2))(jnp.array([3.0]), {}, None)
+    >>> float(value), gradient.tolist()
+    (9.0, [6.0])
+    """
+    return jax.value_and_grad(rewritten(loss))
+
+
+def grad(loss: Callable) -> Callable:
+    """``jax.grad(loss)``, with respect to the first argument, of the loss as the engine rewrites it."""
+    return jax.grad(rewritten(loss))
+
+
+# --- a client's examples ---------------------------------------------------------------------------------------------
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays", "offset", "size"], meta_fields=["cap", "preprocess"])
@@ -101,15 +166,15 @@ SWAPS = 14  # enough that 240,000 permutations of 6 look uniform to a chi-square
 def shuffled(key: Any, position: Any, n: Any) -> Any:
     """Element ``position`` of a random permutation of ``0 .. n-1``, without making the permutation.
 
-    The swap-or-not shuffle (Hoang, Morris, Rogaway, 2012): in each round a position and its mirror image about a
-    random point change places, or not, by a hash that both agree on. It is exact for every ``n``, traced or not, needs
-    no memory and no sort, and does not depend on any padding, so the simulator and a deployed client agree.
+    The swap-or-not shuffle (Hoang, Morris, Rogaway, 2012): in each round a position and its mirror image about a random
+    point change places, or not, by a hash of the pair. It is exact for every ``n``, traced or not, needs no memory and
+    no sort, and does not depend on padding, so the simulator and a deployed client agree.
 
     >>> import jax
     >>> sorted(int(i) for i in shuffled(jax.random.key(0), jnp.arange(7), 7))
     [0, 1, 2, 3, 4, 5, 6]
     """
-    if not is_traced(n) and int(n) == 1:  # as a constant it sends XLA's simplifier round in circles
+    if not is_traced(n) and int(n) == 1:  # XLA's simplifier does not terminate on a modulus that is the constant 1
         return jnp.zeros(jnp.shape(position), jnp.int32)
     return _shuffled(key, position, n)
 
@@ -130,7 +195,7 @@ def _shuffled(key: Any, position: Any, n: Any) -> Any:
 
 @dataclass(frozen=True)
 class Batches:
-    """Which batches a client walks over.
+    """Which batches a client goes over.
 
     size: examples per batch; None takes all of a client's examples as one batch.
     epochs or steps: passes over the client's data, or a fixed number of local steps.
@@ -195,7 +260,7 @@ class Batches:
 
 
 class LocalOptions(TypedDict, total=False):
-    """What every algorithm with local steps takes: how its clients walk over their data."""
+    """The options of every algorithm with local steps: how its clients go over their data."""
 
     batch_size: int | None  # default 20; None takes all of a client's examples at once
     epochs: int | None  # passes over the client's data; default 1
@@ -208,7 +273,7 @@ WEIGHTINGS = ("examples", "uniform")
 
 
 def weight_of(weighting: Weighting, n: Any) -> Any:
-    """How much a client with ``n`` examples counts."""
+    """The weight of a client with ``n`` examples."""
     n = jnp.asarray(n).astype(jnp.result_type(float))
     return n if weighting == "examples" else jnp.ones_like(n)
 
@@ -232,17 +297,16 @@ def batches_of(*, part: tuple[float, float] = (0.0, 1.0), **local: Unpack[LocalO
 
 def _cut(xp: Any, fraction: float, n: Any) -> Any:
     """The row at a fraction of n, at least 1 for any positive fraction: a slice that exists is never empty."""
-    row = xp.floor(fraction * n + 1e-6).astype(n.dtype) if hasattr(n, "dtype") else int(fraction * n + 1e-6)
+    n, real = xp.asarray(n), jnp.result_type(float) if xp is jnp else float
+    row = xp.floor(fraction * n.astype(real) + 1e-6).astype(n.dtype)
     return xp.maximum(row, 1) if fraction > 0 else row
 
 
 class Fold(NamedTuple):
-    """One walk over a client's batches, in three parts that an engine may run itself."""
+    """One pass over a client's batches, in three parts that an engine may run itself."""
 
     start: Callable  # (down, client_state, key) -> carry
-    step: (
-        Callable  # (carry, batch, key, down) -> carry; the message is shared by all clients, so it is no part of carry
-    )
+    step: Callable  # (carry, batch, key, down) -> carry; all clients share down, so it is no part of the carry
     finish: Callable  # (carry, down, client_state, n) -> result
     batches: Batches
 
@@ -304,30 +368,8 @@ def local_work(start: Callable, step: Callable, finish: Callable, batches: Batch
     return LocalWork((Fold(start, step, finish, batches),))
 
 
-_CHANGE = 0x5EED  # the purpose of a transform's own randomness, apart from what the client draws
-
-
-def map_report(client: Callable, change: Callable) -> Callable:
-    """The client with its report changed by ``change(report, down, client_state, key)``, still cut into its steps.
-
-    ``client_state`` is the state as it was before the round.
-    """
-    if isinstance(client, LocalWork):
-        inner = client.combine
-
-        def combine(results: tuple, down: PyTree, state: PyTree, key: Any) -> Report:
-            return change(inner(results, down, state, key), down, state, jax.random.fold_in(key, _CHANGE))
-
-        return replace(client, combine=combine)
-
-    def changed(down: PyTree, state: PyTree, data: ClientData, key: Any) -> Report:
-        return change(client(down, state, data, key), down, state, jax.random.fold_in(key, _CHANGE))
-
-    return changed
-
-
 def map_work(alg: Algorithm, change: Callable[[Callable], Callable]) -> Algorithm:
-    """``alg`` with the functions that do its clients' work, the local steps where there are such, changed."""
+    """``alg`` with its clients' work changed: their local steps, or the whole client if it is not made of steps."""
 
     def changed(client: Callable) -> Callable:
         if not isinstance(client, LocalWork):
@@ -335,27 +377,3 @@ def map_work(alg: Algorithm, change: Callable[[Callable], Callable]) -> Algorith
         return replace(client, folds=tuple(fold._replace(step=change(fold.step)) for fold in client.folds))
 
     return alg._replace(exchanges=tuple(e._replace(client=changed(e.client)) for e in alg.exchanges))
-
-
-def _same(value: PyTree) -> PyTree:
-    return value
-
-
-def map_inputs(client: Callable, *, down: Callable = _same, state: Callable = _same) -> Callable:
-    """The client fed with ``down(message)`` and ``state(client_state)``: for transforms that put more into either."""
-    if isinstance(client, LocalWork):
-
-        def adapt(fold: Fold) -> Fold:
-            return Fold(
-                start=lambda d, s, key: fold.start(down(d), state(s), key),
-                step=lambda carry, batch, key, d: fold.step(carry, batch, key, down(d)),
-                finish=lambda carry, d, s, n: fold.finish(carry, down(d), state(s), n),
-                batches=fold.batches,
-            )
-
-        inner = client.combine
-        return LocalWork(
-            tuple(adapt(fold) for fold in client.folds),
-            lambda results, d, s, key: inner(results, down(d), state(s), key),
-        )
-    return lambda d, s, data, key: client(down(d), state(s), data, key)

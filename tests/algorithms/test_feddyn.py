@@ -7,9 +7,9 @@ import pytest
 
 import fedbraid as fb
 from fedbraid import address
-from fedbraid.core import replace_exchange
-from fedbraid.local import map_report
 from fedbraid.simulation import bernoulli, simulate
+from fedbraid.transforms.clients import map_report
+from fedbraid.transforms.uploads import change_exchanges
 from quadratic_clients import flat, quadratics
 from zoo import clients, loss, start
 
@@ -62,7 +62,7 @@ def test_h_is_the_mean_of_the_g_i_under_dropouts_and_coarse_uploads(grid):
 
             return exchange._replace(client=map_report(exchange.client, coarse))
 
-        alg = replace_exchange(alg, "train", change)
+        alg = change_exchanges(alg, ["train"], change)
     result = simulate(alg, start(), clients(), rounds=12, cohort=3, devices=1, arrival=bernoulli(0.3))
     assert np.asarray(result.history["train/arrived"]).min() < 3
     assert np.abs(flat(result.states)).max() > 0.1

@@ -10,9 +10,10 @@ import fedbraid as fb
 from closed_forms import loss, problem, rounds_of, surrogate_minimizer
 from fedbraid.algorithms import prox
 from fedbraid.core import Aggregate, Up
-from fedbraid.local import map_report, masked_mean
+from fedbraid.local import masked_mean
 from fedbraid.simulation import bernoulli
 from fedbraid.transforms import top_k
+from fedbraid.transforms.clients import map_report
 
 pytestmark = pytest.mark.usefixtures("x64")
 

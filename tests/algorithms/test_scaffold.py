@@ -7,9 +7,9 @@ import pytest
 
 import fedbraid as fb
 from fedbraid import address
-from fedbraid.core import replace_exchange
-from fedbraid.local import map_report
 from fedbraid.simulation import bernoulli, simulate
+from fedbraid.transforms.clients import map_report
+from fedbraid.transforms.uploads import change_exchanges
 from quadratic_clients import flat, quadratics
 from zoo import clients, loss, start
 
@@ -74,7 +74,7 @@ def rounded(alg, *, reconciled):
 
         return exchange._replace(client=map_report(exchange.client, coarse))
 
-    return replace_exchange(alg, "train", change)
+    return change_exchanges(alg, ["train"], change)
 
 
 def test_reconcile_keeps_the_invariant_when_uploads_are_changed():

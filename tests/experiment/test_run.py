@@ -18,12 +18,13 @@ from typer.testing import CliRunner
 import fedbraid as fb
 from fedbraid.algorithms import ALGORITHMS
 from fedbraid.cli.app import make_app
+from fedbraid.data import mark
 from fedbraid.data.catalog import CATALOG
 from fedbraid.experiment import ConfigError, build, load_config
 from fedbraid.experiment.compare import load_comparison
 from fedbraid.experiment.config import dump
 from fedbraid.experiment.runfolder import read_metrics
-from fedbraid.transforms import TRANSFORMS, attack, mark
+from fedbraid.transforms import TRANSFORMS, attack
 
 SMALL = ("rounds=40", "cohort=5", "model.hidden=[8]", "data.clients=10", "evaluation.every=10", "checkpoint.every=2")
 

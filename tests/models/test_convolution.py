@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fedbraid.lowering.rewrite import explain, fast_convolutions
+from fedbraid.lowering.rewrite import explain_function, fast_convolutions
 
 
 @st.composite
@@ -59,7 +59,7 @@ def test_values_and_gradients_are_xlas(drawn):
 
     with jax.enable_x64(True):
         x, kernel = jnp.asarray(x), jnp.asarray(kernel)
-        assert explain(plain, x, kernel) == [f"convolution of {x.shape} with {kernel.shape}: matrix products"]
+        assert explain_function(plain, x, kernel) == [f"convolution of {x.shape} with {kernel.shape}: matrix products"]
         # before differentiation, as the models' adapters rewrite; and after it, as the engine does
         ways = (lambda: gradients(plain), lambda: gradients(fast_convolutions(plain)))
         expected, before, after = jax.jit(lambda: (ways[0](), ways[1](), fast_convolutions(ways[0])()))()
@@ -83,7 +83,7 @@ def test_a_training_step_has_no_convolution_left():
 @pytest.mark.parametrize(
     ("x", "kernel", "reason"),
     [
-        (jnp.ones((1, 1, 9), jnp.int32), jnp.ones((1, 1, 3), jnp.int32), "only floats of one kind are rewritten"),
+        (jnp.ones((1, 1, 9), jnp.int32), jnp.ones((1, 1, 3), jnp.int32), "only floats of one dtype are rewritten"),
         (jnp.ones((1, 1, 900)), jnp.ones((1, 1, 300)), "it needs 300 slices, more than 128"),
     ],
 )
@@ -91,7 +91,7 @@ def test_what_does_not_fit_stays_and_says_why(x, kernel, reason):
     def plain(x, kernel):
         return jax.lax.conv_general_dilated(x, kernel, (1,), "VALID")
 
-    assert "left to XLA: " in explain(plain, x, kernel)[0]
-    assert explain(plain, x, kernel)[0].endswith(reason)
+    assert "left to XLA: " in explain_function(plain, x, kernel)[0]
+    assert explain_function(plain, x, kernel)[0].endswith(reason)
     assert "conv_general_dilated[" in str(jax.make_jaxpr(fast_convolutions(plain))(x, kernel))
     np.testing.assert_array_equal(fast_convolutions(plain)(x, kernel), plain(x, kernel))

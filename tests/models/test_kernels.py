@@ -16,7 +16,7 @@ from fedbraid.lowering import kernels
 from fedbraid.lowering import operations as layers
 from fedbraid.lowering.kernels import activated, convolution, grown, recurrence
 from fedbraid.lowering.kernels.convolution import Geometry, convolve
-from fedbraid.lowering.rewrite import explain, fast_convolutions
+from fedbraid.lowering.rewrite import explain_function, fast_convolutions
 from fedbraid.models import lstm
 
 
@@ -283,7 +283,7 @@ def test_layers_of_anyones_network_hand_over_what_they_computed(as_if_on_a_gpu):
     program = str(jax.make_jaxpr(fast_convolutions(net))((first, second), x))
     assert program.count("name=convolution_relu\n") == program.count("name=convolution_relu_pool\n") == 1
     _close(fast_convolutions(net)((first, second), x), net((first, second), x))
-    lines = explain(net, (first, second), x)
+    lines = explain_function(net, (first, second), x)
     assert [line.rsplit(": ", 1)[1] for line in lines] == [
         "one kernel, with its bias and ReLU",
         "one kernel, with its bias and ReLU and pool",
@@ -307,8 +307,8 @@ def test_explain_says_so(as_if_on_a_gpu):
         return lax.conv(x, w, (1, 1), "SAME")
 
     x, w = jnp.ones((1, 4, 8, 8)), jnp.ones((16, 4, 3, 3))
-    assert explain(run, x, w)[0].endswith("(16, 4, 3, 3): one kernel, which gathers its patches itself")
-    assert "matrix products" in explain(run, x, jnp.ones((convolution.MOST_CHANNELS + 1, 4, 3, 3)))[0]
+    assert explain_function(run, x, w)[0].endswith("(16, 4, 3, 3): one kernel, which gathers its patches itself")
+    assert "matrix products" in explain_function(run, x, jnp.ones((convolution.MOST_CHANNELS + 1, 4, 3, 3)))[0]
 
 
 def test_no_kernel_runs_on_a_cpu():

@@ -1,6 +1,7 @@
 """Matrices kept as the shared one plus what steps added: who qualifies, and that nothing else changes."""
 
 import json
+from contextlib import nullcontext
 
 import equinox as eqx
 import jax
@@ -15,11 +16,13 @@ from typer.testing import CliRunner
 import fedbraid as fb
 from fedbraid import models
 from fedbraid.cli.app import make_app
+from fedbraid.costs import data_shapes
 from fedbraid.local import batches_of, local_work, masked_mean
-from fedbraid.lowering import kernels
-from fedbraid.lowering.grown import Extent, Site, _pays, explain_growth, grow
+from fedbraid.lowering import Lanes, LoweringOptions, explain, kernels
+from fedbraid.lowering.grown import Extent, _pays, grow
 from fedbraid.lowering.kernels import grown as rows
-from fedbraid.simulation.plan import Plan
+from fedbraid.lowering.rows import Site
+from told import told
 
 # --- one step, followed ----------------------------------------------------------------------------------------------
 
@@ -85,6 +88,22 @@ def back(w, x, start):
 
 def twice(w, x, start):
     return w - 0.1 * x.T @ outputs(x @ w) + (0.05 * outputs(2 * x @ w).T @ x).T
+
+
+def halves(w, x, start):
+    """Inputs in bfloat16, as one convolution hands them to the next on a GPU; the product's result is float32."""
+    y = outputs(x @ w)
+    return w - jnp.asarray(0.1, w.dtype) * jnp.matmul(x.astype(jnp.bfloat16).T, y)
+
+
+@pytest.mark.parametrize("shape", [(7, 4), (4, 7)], ids=["tall", "wide"])
+def test_a_product_of_two_dtypes_grows_and_its_rate_is_not_rounded(shape):
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal(shape).astype(np.float32)
+    inputs = np.asarray(jnp.asarray(rng.standard_normal((3, 2, shape[0])), jnp.bfloat16).astype(jnp.float32))
+    found, grew = walk(halves, w, inputs)
+    assert grew == {0: 2}
+    np.testing.assert_allclose(found, by_numpy("descend", w, inputs), rtol=1e-5, atol=1e-6)
 
 
 def by_numpy(name, w, inputs):
@@ -321,23 +340,36 @@ def check_same(a, b, rtol=1e-5):
 
 @pytest.mark.parametrize("sizes", [ALIKE, RAGGED], ids=["alike", "ragged"])
 @pytest.mark.parametrize(
-    "make",
+    ("make", "notice"),
     [
-        lambda: fb.fedavg(MODEL.loss, client_lr=0.3, batch_size=BATCH, epochs=2),
-        lambda: fb.fedprox(MODEL.loss, client_lr=0.3, alpha=0.5, batch_size=BATCH, epochs=2),
-        lambda: fb.scaffold(MODEL.loss, client_lr=0.3, batch_size=BATCH, epochs=2),
-        lambda: fb.fomaml(MODEL.loss, client_lr=0.3, batch_size=BATCH, epochs=2),
+        (lambda: fb.fedavg(MODEL.loss, client_lr=0.3, batch_size=BATCH, epochs=2), None),
+        (lambda: fb.fedprox(MODEL.loss, client_lr=0.3, alpha=0.5, batch_size=BATCH, epochs=2), None),
+        (
+            lambda: fb.scaffold(MODEL.loss, client_lr=0.3, batch_size=BATCH, epochs=2),
+            "matrices='grown' changes nothing.*(12, 20).*: whole, a step does more than multiply it",
+        ),
+        (
+            lambda: fb.fomaml(MODEL.loss, client_lr=0.3, batch_size=BATCH, epochs=2),
+            "matrices='grown' changes nothing.*(12, 20).*: whole, a step uses its gradient elsewhere too",
+        ),
     ],
     ids=["fedavg", "fedprox", "scaffold", "fomaml"],
 )
-def test_a_run_is_the_same(make, sizes):
-    grown, whole = both(make(), split(sizes))
+def test_a_run_is_the_same(make, notice, sizes):
+    with told(notice) if notice else nullcontext():
+        grown, whole = both(make(), split(sizes))
     check_same(grown.params, whole.params)
 
 
+def test_a_choice_that_changes_nothing_is_said():
+    alg = fb.fedavg(MODEL.loss, client_lr=0.3, batch_size=BATCH)
+    with told("matrices='grown' changes nothing: matrices grow on lanes only"):
+        fb.simulate(alg, PARAMS, split(ALIKE), rounds=1, plan="sequential", matrices="grown")
+
+
 def grew(alg, sizes, params=PARAMS, how="grown"):
-    plan = Plan("lanes", 1, 6, 3, sizes[0] if len(set(sizes)) == 1 else 0)
-    return [line for lines in explain_growth(alg, params, split(sizes), plan, how).values() for line in lines]
+    lanes = Lanes(3, sizes[0] if len(set(sizes)) == 1 else 0)
+    return explain(alg, params, data_shapes(split(sizes)), LoweringOptions(matrices=how), lanes).grown()
 
 
 def test_who_grows():

@@ -10,10 +10,11 @@ import pytest
 import fedbraid as fb
 from fedbraid.core import StructureError, check_structure
 from fedbraid.costs import data_shapes
+from fedbraid.data import mark
 from fedbraid.data.catalog import load
 from fedbraid.models import build
 from fedbraid.simulation import simulate
-from fedbraid.transforms import attack, geometric_median, krum, mark, median, multi_krum, norm_bound, trimmed_mean
+from fedbraid.transforms import attack, geometric_median, krum, median, multi_krum, norm_bound, trimmed_mean
 from transforms.toy import holding, one_round, sending
 
 RULES = {

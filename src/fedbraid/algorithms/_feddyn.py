@@ -14,7 +14,7 @@ sends x - y. With S the clients that were heard, out of N,
 
 So h = (1/N) sum_i g_i after every round, and where nothing moves any more y_i = x, g_i = grad f_i(x) and h = 0: x is
 the optimum of the unweighted mean of the client losses, whether the local problems are solved exactly or not. Uploads
-count alike for that reason; there is no weighting to choose.
+have equal weights for that reason; there is no weighting to choose.
 
 Sends, in models: 1 down, 1 up. Keeps: one model per client, so clients must come back (cross-silo).
 """
@@ -29,8 +29,7 @@ import jax.numpy as jnp
 from fedbraid.algorithms._scaffold import share_heard
 from fedbraid.algorithms._server_only import Loss
 from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_number
-from fedbraid.local import LocalOptions, batches_of, local_work, weight_of
-from fedbraid.lowering.rewrite import fast_convolutions
+from fedbraid.local import LocalOptions, batches_of, local_work, value_and_grad, weight_of
 
 __all__ = ["FedDynState", "feddyn"]
 
@@ -45,9 +44,9 @@ class FedDynState(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """A client on its way: its model, its g_i, the step number and the sum of its batch losses."""
+    """A client's carry: its model y, its g_i, the step number and the sum of its batch losses."""
 
-    y: PyTree
+    params: PyTree
     g_i: PyTree
     k: Any
     loss: Any
@@ -60,22 +59,21 @@ def feddyn(loss: Loss, *, alpha: Any = 0.1, client_lr: Any = 0.1, **local: Unpac
     """
     check_number("alpha", alpha, low=0, open_low=True)
     check_number("client_lr", client_lr, low=0, open_low=True)
-    loss = fast_convolutions(loss)
 
     def start(down: Down, g_i: PyTree, key: Any) -> Walk:
         return Walk(down.params, g_i, jnp.int32(0), jnp.zeros((), jnp.result_type(float)))
 
     def step(walk: Walk, batch: dict, key: Any, down: Down) -> Walk:
-        value, g = jax.value_and_grad(loss)(walk.y, batch, key)
+        value, g = value_and_grad(loss)(walk.params, batch, key)
         y = jax.tree.map(
-            lambda y, g, g_i, x: y - client_lr * (g - g_i + alpha * (y - x)), walk.y, g, walk.g_i, down.params
+            lambda y, g, g_i, x: y - client_lr * (g - g_i + alpha * (y - x)), walk.params, g, walk.g_i, down.params
         )
         return Walk(y, walk.g_i, walk.k + 1, walk.loss + value.astype(walk.loss.dtype))
 
     def finish(walk: Walk, down: Down, g_i: PyTree, n: Any) -> Report:
-        sent = jax.tree.map(jnp.subtract, down.params, walk.y)
+        sent = jax.tree.map(jnp.subtract, down.params, walk.params)
         kept = jax.tree.map(lambda g, d: g + alpha * d, g_i, sent)
-        return Report(Up(sent), weight_of("uniform", n), kept, {"loss": walk.loss / walk.k})
+        return Report(Up(sent), weight_of("uniform", n), kept, {"loss": walk.loss / walk.k.astype(walk.loss.dtype)})
 
     def reconcile(g_i: PyTree, meant: Up, decoded: Up) -> PyTree:
         """The client believes of its move what the server believes, so that h stays the mean of the g_i."""
@@ -92,6 +90,7 @@ def feddyn(loss: Loss, *, alpha: Any = 0.1, client_lr: Any = 0.1, **local: Unpac
         local_work(start, step, finish, batches_of(**local)),
         receive,
         reconcile=reconcile,
+        keeps=("pseudograd",),
     )
     return Algorithm(
         init=lambda params: FedDynState(params, jax.tree.map(jnp.zeros_like, params)),

@@ -13,8 +13,9 @@ The local solver is SGD with momentum rho and a proximal pull alpha,
 
     u <- rho u + g(y) + alpha (y - x),    y <- y - client_lr u,
 
-both 0 by default. Its ||a_i||_1 is how far it would go under a constant gradient of 1, which is found by running the
-same recursion on numbers beside it: the closed forms of the paper (Section 4) for either alone, and right for both.
+both 0 by default. Its ||a_i||_1 is how far it would go under a constant gradient of 1. It is computed by running the
+same recursion on numbers: for momentum or pull alone this gives the closed forms of the paper (Section 4), and it is
+also right for both together.
 
 Sends, in models: 1 down, 1 up, and one number. Keeps: nothing on the clients.
 """
@@ -28,8 +29,7 @@ import jax.numpy as jnp
 
 from fedbraid.algorithms._server_only import Loss
 from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number, is_zero
-from fedbraid.local import WEIGHTINGS, LocalOptions, Weighting, batches_of, local_work, weight_of
-from fedbraid.lowering.rewrite import fast_convolutions
+from fedbraid.local import WEIGHTINGS, LocalOptions, Weighting, batches_of, local_work, value_and_grad, weight_of
 
 __all__ = ["fednova"]
 
@@ -43,9 +43,9 @@ class NovaState(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """A client on its way: its model and momentum, the same two under a gradient of 1, steps and losses."""
+    """A client's carry: its model y and momentum, both for a gradient of 1, the step number and the sum of losses."""
 
-    y: PyTree
+    params: PyTree
     u: PyTree
     length: Any  # ||a_i||_1 so far
     pace: Any  # its last increment
@@ -72,7 +72,6 @@ def fednova(
     check_number("rho", rho, low=0, high=1, open_high=True)
     check_number("alpha", alpha, low=0)
     check_choice("weighting", weighting, WEIGHTINGS)
-    loss = fast_convolutions(loss)
 
     def start(down: Down, state: Any, key: Any) -> Walk:
         zero = jnp.zeros((), jnp.result_type(float))
@@ -80,14 +79,14 @@ def fednova(
         return Walk(down.params, u, zero, zero, jnp.int32(0), zero)
 
     def step(walk: Walk, batch: dict, key: Any, down: Down) -> Walk:
-        value, u = jax.value_and_grad(loss)(walk.y, batch, key)
+        value, u = value_and_grad(loss)(walk.params, batch, key)
         if not is_zero(alpha):
-            u = jax.tree.map(lambda g, y, x: g + alpha * (y - x), u, walk.y, down.params)
+            u = jax.tree.map(lambda g, y, x: g + alpha * (y - x), u, walk.params, down.params)
         if not is_zero(rho):
             u = jax.tree.map(lambda g, u: g + rho * u, u, walk.u)
         pace = rho * walk.pace + 1 - alpha * client_lr * walk.length
         return Walk(
-            jax.tree.map(lambda y, u: y - client_lr * u, walk.y, u),
+            jax.tree.map(lambda y, u: y - client_lr * u, walk.params, u),
             () if is_zero(rho) else u,
             walk.length + pace,
             pace,
@@ -96,8 +95,9 @@ def fednova(
         )
 
     def finish(walk: Walk, down: Down, state: Any, n: Any) -> Report:
-        sent = jax.tree.map(lambda x, y: (x - y) / walk.length.astype(x.dtype), down.params, walk.y)
-        return Report(Up(sent, walk.length), weight_of(weighting, n), metrics={"loss": walk.loss / walk.k})
+        sent = jax.tree.map(lambda x, y: (x - y) / walk.length.astype(x.dtype), down.params, walk.params)
+        mean_loss = walk.loss / walk.k.astype(walk.loss.dtype)
+        return Report(Up(sent, walk.length), weight_of(weighting, n), metrics={"loss": mean_loss})
 
     def receive(server: NovaState, aggregate: Aggregate, key: Any) -> NovaState:
         d, tau = aggregate.up  # the mean of ||a_i||_1 under the same weights is tau_eff

@@ -1,8 +1,8 @@
-"""FedGD(s, e), exact-prox FedProx, and FedSplit: two methods that stop beside the optimum, one that reaches it.
+"""FedGD(s, e), exact-prox FedProx, and FedSplit: two methods that stop near the optimum, one that reaches it.
 
 R. Pathak, M. Wainwright. FedSplit: an algorithmic framework for fast federated optimization. NeurIPS 2020.
 
-The problem is to minimize sum_j f_j(x), every client counting alike; f_j is client j's mean loss, or the sum of its
+The problem is to minimize sum_j f_j(x), with equal weights; f_j is client j's mean loss, or the sum of its
 losses (``objective="sum"``), which makes it the loss pooled over all examples.
 
     fedgd          x_j = G_j^e(x),  G_j(u) = u - s grad f_j(u)          x <- mean_j x_j                    (eq. 4)
@@ -44,8 +44,7 @@ from fedbraid.algorithms.prox import (
 )
 from fedbraid.algorithms.server_optimizers import ServerState, server_step
 from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number, is_zero
-from fedbraid.data.federated import Split
-from fedbraid.local import WEIGHTINGS, ClientData, Weighting, weight_of
+from fedbraid.local import WEIGHTINGS, ClientData, Clients, Weighting, weight_of
 
 __all__ = ["fedgd", "fedprox_exact", "fedsplit"]
 
@@ -158,7 +157,7 @@ def fedsplit(
     relaxation: Any = 1.0,
     objective: Objective = "mean",
     estimate: Literal["dense", "lanczos"] | None = None,
-    data: Split | None = None,
+    data: Clients | None = None,
     params: Any = None,
 ) -> Algorithm:
     """FedSplit: operator splitting over the clients, ``z_j <- z_j + 2 relaxation (u_j - x)``.
@@ -197,11 +196,7 @@ def fedsplit(
             )
         low, high = _estimated(curvature(loss, params, data, method=estimate, objective=objective))
     pulled = not is_zero(regularization)
-    if low is not None and high is not None:
-        check_constants(low, high)
-    if pulled:
-        low = regularization if low is None else low + regularization
-        high = None if high is None else high + regularization
+    low, high = _regularized(low, high, regularization)
     s = _split_step(step, low, high)
     solve = named_solver(
         prox,
@@ -247,7 +242,9 @@ def fedsplit(
         z = jax.tree.map(lambda z, m, d: z + m - d, state.z, meant.pseudograd, decoded.pseudograd)
         return state._replace(z=z)
 
-    exchange = Exchange("prox", lambda server: Down(server.params), client, receive, reconcile=reconcile)
+    exchange = Exchange(
+        "prox", lambda server: Down(server.params), client, receive, reconcile=reconcile, keeps=("pseudograd",)
+    )
     return Algorithm(SplitServer, init_client, (exchange,), lambda server: server.params)
 
 
@@ -256,9 +253,18 @@ class SplitServer(NamedTuple):
 
 
 def _estimated(found: Curvature) -> tuple[float | None, float]:
-    """l and L; a least curvature that cannot be told from 0 is none at all, since 1 / sqrt(l L) would be noise."""
+    """l and L; l is None if it cannot be distinguished from 0, because 1 / sqrt(l L) would be noise."""
     known = found.strong_convexity > 1e-6 * found.smoothness
     return (found.strong_convexity if known else None), found.smoothness
+
+
+def _regularized(low: Any, high: Any, regularization: Any) -> tuple[Any, Any]:
+    """l and L, None where unknown, of the loss with (lambda / 2) ||x - x_1||^2 added."""
+    if low is not None and high is not None:
+        check_constants(low, high)
+    if is_zero(regularization):
+        return low, high
+    return regularization + (0 if low is None else low), None if high is None else high + regularization
 
 
 def _split_step(step: Any, low: Any, high: Any) -> Any:
@@ -271,7 +277,7 @@ def _split_step(step: Any, low: Any, high: Any) -> Any:
 
 
 def _prox(solve: ProxSolver, f: Callable, v: Any, s: Any, batch: dict, start: Any) -> tuple[Any, dict[str, Any]]:
-    """prox_{s f}(v), and what is told of it: f there, how far grad h is from 0, how many steps it took."""
+    """prox_{s f}(v) and its metrics: f there, the norm of grad h, the number of steps."""
     u, steps = solve(f, v, s, batch, start)
     value, g = prox_gradient(f, u, v, s)
     residual = jnp.sqrt(_squared_norm(g))

@@ -37,8 +37,7 @@ import optax
 from fedbraid.algorithms import server_optimizers
 from fedbraid.algorithms.server_optimizers import ServerState, server_step
 from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number, is_zero
-from fedbraid.local import WEIGHTINGS, LocalOptions, Weighting, batches_of, local_work, weight_of
-from fedbraid.lowering.rewrite import fast_convolutions
+from fedbraid.local import WEIGHTINGS, LocalOptions, Weighting, batches_of, local_work, value_and_grad, weight_of
 
 __all__ = [
     "fedadagrad",
@@ -60,7 +59,7 @@ Loss = Callable[[Any, dict, Any], Any]
 
 
 class Walk(NamedTuple):
-    """A client on its way: its model, the message so far, the step number and the sum of its batch losses."""
+    """A client's carry: its model, the message so far, the step number and the sum of its batch losses."""
 
     params: Any
     message: Any
@@ -117,7 +116,6 @@ def local_update(
         raise ValueError(
             f"message='delta' is gamma times the sum of all local gradients: it needs theta='1:K', got {theta}"
         )
-    loss = fast_convolutions(loss)
     batches = batches_of(**local)
     opt = server_optimizers.sgd(server_lr) if server_opt is None else server_opt
 
@@ -126,7 +124,7 @@ def local_update(
         return Walk(down.params, message_so_far, jnp.int32(0), jnp.zeros((), jnp.result_type(float)))
 
     def step(walk: Walk, batch: dict, key: Any, down: Down) -> Walk:
-        value, g = jax.value_and_grad(loss)(walk.params, batch, key)
+        value, g = value_and_grad(loss)(walk.params, batch, key)
         if not is_zero(alpha):
             g = jax.tree.map(lambda g, y, x: g + alpha * (y - x), g, walk.params, down.params)
         return Walk(
@@ -148,7 +146,7 @@ def local_update(
 
     def finish(walk: Walk, down: Down, state: Any, n: Any) -> Report:
         sent = jax.tree.map(jnp.subtract, down.params, walk.params) if message == "delta" else walk.message
-        return Report(Up(sent), weight_of(weighting, n), metrics={"loss": walk.loss / walk.k})
+        return Report(Up(sent), weight_of(weighting, n), metrics={"loss": walk.loss / walk.k.astype(walk.loss.dtype)})
 
     def send(server: ServerState) -> Down:
         return Down(server.params)
@@ -218,7 +216,7 @@ def reptile(
     weighting: Weighting = "uniform",
     **local: Unpack[LocalOptions],
 ) -> Algorithm:
-    """Reptile (Nichol et al., 2018): FedAvg read as meta-learning, tasks weighted alike."""
+    """Reptile (Nichol et al., 2018): FedAvg read as meta-learning, tasks with equal weights."""
     return fedavg(loss, client_lr=client_lr, server_lr=server_lr, weighting=weighting, **local)
 
 
@@ -259,7 +257,7 @@ def meta_minibatch_prox(
     weighting: Weighting = "uniform",
     **local: Unpack[LocalOptions],
 ) -> Algorithm:
-    """MetaMinibatchProx (Zhou et al., 2019): FedProx read as meta-learning, tasks weighted alike."""
+    """MetaMinibatchProx (Zhou et al., 2019): FedProx read as meta-learning, tasks with equal weights."""
     return fedprox(loss, alpha=alpha, client_lr=client_lr, server_lr=server_lr, weighting=weighting, **local)
 
 

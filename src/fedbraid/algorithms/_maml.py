@@ -42,8 +42,7 @@ from fedbraid.core import (
     check_number,
     is_zero,
 )
-from fedbraid.local import WEIGHTINGS, ClientData, Weighting, shuffled, weight_of
-from fedbraid.lowering.rewrite import fast_convolutions
+from fedbraid.local import WEIGHTINGS, ClientData, Weighting, grad, shuffled, value_and_grad, weight_of
 
 __all__ = ["maml"]
 
@@ -82,31 +81,18 @@ def maml(
     check_choice("weighting", weighting, WEIGHTINGS)
     if batch_size is not None:
         check_count("batch_size", batch_size)
-    loss = fast_convolutions(loss)
     opt = server_optimizers.sgd(server_lr) if server_opt is None else server_opt
-
-    def episode(data: ClientData, key: Any, query_key: Any) -> tuple[tuple[Any, Any], dict]:
-        """The rows of every support batch with their masks, ``[steps, size]``, and the query batch."""
-        inner, outer = _divide(data.size, support)
-        size = data.cap if batch_size is None else min(batch_size, data.cap)
-        place = jnp.arange(size, dtype=jnp.int32)
-
-        batch_number = jnp.arange(steps, dtype=jnp.int32)[:, None] % -(-inner // size)
-        position = jnp.concatenate([batch_number * size + place, data.size - outer + place[None]])
-        valid = jnp.concatenate([position[:-1] < inner, place[None] < outer])
-        if not (support == 1.0 and batch_size is None):  # where all sets hold all examples their order is nothing
-            position = shuffled(key, jnp.where(valid, position, 0), data.size)
-        return (position[:-1], valid[:-1]), data.rows(position[-1], valid[-1], query_key)
 
     def client(down: Down, state: Any, data: ClientData, key: Any) -> Report:
         order_key, step_key, query_key = (jax.random.fold_in(key, i) for i in range(3))
-        batches, query = episode(data, order_key, query_key)
+        batches, rows = _episode(data, order_key, support, steps, batch_size)
+        query = data.rows(*rows, key=query_key)
 
         def adapt(x: Any) -> Any:
             def local_step(y: Any, this: tuple) -> tuple[Any, None]:
                 k, rows = this
                 noise = jax.random.fold_in(step_key, k)
-                g = jax.grad(loss)(y, data.rows(*rows, key=noise), noise)
+                g = grad(loss)(y, data.rows(*rows, key=noise), noise)
                 if not is_zero(alpha):
                     g = jax.tree.map(lambda g, y, x: g + alpha * (y - x), g, y, x)
                 return jax.tree.map(lambda y, g: y - client_lr * g, y, g), None
@@ -114,9 +100,9 @@ def maml(
             return jax.lax.scan(local_step, x, (jnp.arange(steps), batches))[0]
 
         if order == "second":
-            after, g = jax.value_and_grad(lambda x: loss(adapt(x), query, query_key))(down.params)
+            after, g = value_and_grad(lambda x: loss(adapt(x), query, query_key))(down.params)
         else:
-            after, g = jax.value_and_grad(loss)(adapt(down.params), query, query_key)
+            after, g = value_and_grad(loss)(adapt(down.params), query, query_key)
         return Report(Up(g), weight_of(weighting, data.size), metrics={"loss": after})
 
     def receive(server: ServerState, aggregate: Aggregate, key: Any) -> ServerState:
@@ -130,9 +116,26 @@ def maml(
     )
 
 
+def _episode(
+    data: ClientData, key: Any, support: float, steps: int, batch_size: int | None
+) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Rows and masks of every support batch, ``[steps, size]``, and of the query batch, ``[size]``."""
+    inner, outer = _divide(data.size, support)
+    size = data.cap if batch_size is None else min(batch_size, data.cap)
+    place = jnp.arange(size, dtype=jnp.int32)
+
+    batch_number = jnp.arange(steps, dtype=jnp.int32)[:, None] % -(-inner // size)
+    position = jnp.concatenate([batch_number * size + place, data.size - outer + place[None]])
+    valid = jnp.concatenate([position[:-1] < inner, place[None] < outer])
+    if not (support == 1.0 and batch_size is None):  # if all sets hold all examples, their order does not matter
+        position = shuffled(key, jnp.where(valid, position, 0), data.size)
+    return (position[:-1], valid[:-1]), (position[-1], valid[-1])
+
+
 def _divide(n: Any, support: float) -> tuple[Any, Any]:
     """Sizes of the support and of the query set; neither is empty, and a client of one example uses it for both."""
     if support == 1.0:
         return n, n
-    inner = jnp.clip(jnp.round(support * n).astype(n.dtype), 1, jnp.maximum(n - 1, 1))
+    share = jnp.round(support * n.astype(jnp.result_type(float))).astype(n.dtype)
+    inner = jnp.clip(share, 1, jnp.maximum(n - 1, 1))
     return inner, jnp.maximum(n - inner, 1)

@@ -34,16 +34,26 @@ x again. Keeps: nothing on the clients.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack, cast
 
 import jax
 import jax.numpy as jnp
 
 from fedbraid.algorithms._server_only import Gradients, Loss, full_gradients, gradient_exchange
-from fedbraid.algorithms.base_optimizers import BaseOptimizer, base_optimizer, warn_if_not_linear
+from fedbraid.algorithms.base_optimizers import BaseOptimizer, BaseOptions, base_optimizer, warn_if_not_linear
 from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number
-from fedbraid.local import WEIGHTINGS, Fold, LocalOptions, LocalWork, Weighting, batches_of, weight_of
-from fedbraid.lowering.rewrite import fast_convolutions
+from fedbraid.local import (
+    WEIGHTINGS,
+    Batches,
+    Fold,
+    LocalOptions,
+    LocalWork,
+    Weighting,
+    batches_of,
+    grad,
+    value_and_grad,
+    weight_of,
+)
 
 __all__ = ["PROTOCOLS", "Protocol", "locmime", "mime", "mimelite"]
 
@@ -62,63 +72,83 @@ class MimeState(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What goes down beside the model."""
+    """What is sent down with the model."""
 
     s: PyTree
     c: PyTree
 
 
 class Walk(NamedTuple):
-    """A client on its way: its model, Loc-Mime's own copy of s, the step number and the sum of its batch losses."""
+    """A client's carry: its model y, Loc-Mime's own copy of s, the step number and the sum of its batch losses."""
 
-    y: PyTree
+    params: PyTree
     s: PyTree
     k: Any
     loss: Any
 
 
-def _mime(
-    method: str,
-    loss: Loss,
-    *,
-    correction: bool,
-    local_state: bool,
-    base: BaseOptimizer,
-    client_lr: Any,
-    server_lr: Any,
-    protocol: Protocol,
-    weighting: Weighting,
-    local: LocalOptions,
-) -> Algorithm:
-    warn_if_not_linear(method, base)
-    rate = check_number("client_lr", base.lr if client_lr is None else client_lr, low=0, open_low=True)
-    check_number("server_lr", server_lr, low=0)
-    check_choice("protocol", protocol, PROTOCOLS)
-    check_choice("weighting", weighting, WEIGHTINGS)
-    loss = fast_convolutions(loss)
-    batches = batches_of(**local)
-    needs_gradients = correction or base.tracks
-    two_exchanges = needs_gradients and protocol != "lagged"
+class MimeOptions(LocalOptions, BaseOptions, total=False):
+    """How clients go over their data, and the options of a base that is given by name."""
 
+
+class Method(NamedTuple):
+    """What tells the three methods apart."""
+
+    name: str
+    correction: bool  # local gradients are corrected by those at x, and c
+    local_state: bool = False  # clients update their own copy of s
+
+
+def _local_steps(
+    method: Method, loss: Loss, base: BaseOptimizer, rate: Any, weighting: Weighting, batches: Batches
+) -> Fold:
     def start(down: Down, state: Any, key: Any) -> Walk:
-        return Walk(down.params, down.aux.s if local_state else (), jnp.int32(0), jnp.zeros((), jnp.result_type(float)))
+        return Walk(
+            down.params, down.aux.s if method.local_state else (), jnp.int32(0), jnp.zeros((), jnp.result_type(float))
+        )
 
     def step(walk: Walk, batch: dict, key: Any, down: Down) -> Walk:
-        value, g = jax.value_and_grad(loss)(walk.y, batch, key)
-        if correction:
-            at_x = jax.grad(loss)(down.params, batch, key)
+        value, g = value_and_grad(loss)(walk.params, batch, key)
+        if method.correction:
+            at_x = grad(loss)(down.params, batch, key)
             g = jax.tree.map(lambda g, at_x, c: g - at_x + c, g, at_x, down.aux.c)
-        s = walk.s if local_state else down.aux.s
+        s = walk.s if method.local_state else down.aux.s
         return Walk(
-            jax.tree.map(lambda y, u: y - rate * u, walk.y, base.update(g, s, walk.y)),
-            base.track(g, s, walk.y) if local_state else (),
+            jax.tree.map(lambda y, u: y - rate * u, walk.params, base.update(g, s, walk.params)),
+            base.track(g, s, walk.params) if method.local_state else (),
             walk.k + 1,
             walk.loss + value.astype(walk.loss.dtype),
         )
 
     def finish(walk: Walk, down: Down, state: Any, n: Any) -> Report:
-        sent = jax.tree.map(jnp.subtract, down.params, walk.y)
-        return Report(Up(sent), weight_of(weighting, n), metrics={"loss": walk.loss / walk.k})
+        sent = jax.tree.map(jnp.subtract, down.params, walk.params)
+        return Report(Up(sent), weight_of(weighting, n), metrics={"loss": walk.loss / walk.k.astype(walk.loss.dtype)})
+
+    return Fold(start, step, finish, batches)
+
+
+def _mime(
+    method: Method,
+    loss: Loss,
+    base: str | BaseOptimizer,
+    client_lr: Any,
+    server_lr: Any,
+    protocol: Protocol,
+    weighting: Weighting,
+    options: MimeOptions,
+) -> Algorithm:
+    correction = method.correction
+    given = {key: value for key, value in options.items() if key in BaseOptions.__annotations__}
+    base = base_optimizer(base, **cast(BaseOptions, given))
+    local = cast(LocalOptions, {key: value for key, value in options.items() if key not in given})
+    warn_if_not_linear(method.name, base)
+    rate = check_number("client_lr", base.lr if client_lr is None else client_lr, low=0, open_low=True)
+    check_number("server_lr", server_lr, low=0)
+    check_choice("protocol", protocol, PROTOCOLS)
+    check_choice("weighting", weighting, WEIGHTINGS)
+    batches = batches_of(**local)
+    needs_gradients = correction or base.tracks
+    two_exchanges = needs_gradients and protocol != "lagged"
 
     def with_gradient(results: tuple[Report, Gradients], down: Down, state: Any, key: Any) -> Report:
         report, gradients = results
@@ -142,7 +172,7 @@ def _mime(
         c = aggregate.up.aux
         return MimeState(x, base.track(c, server.s, server.params), c if correction else ())
 
-    train = Fold(start, step, finish, batches)
+    train = _local_steps(method, loss, base, rate, weighting, batches)
     if not needs_gradients or two_exchanges:
         work = LocalWork((train,))
     else:  # the pass for the gradient comes second, so that training draws the batches that FedAvg draws
@@ -169,13 +199,7 @@ def mime(
     server_lr: Any = 1.0,
     protocol: Protocol = "two-phase",
     weighting: Weighting = "examples",
-    beta: Any = None,
-    b1: Any = None,
-    b2: Any = None,
-    eps: Any = None,
-    initial: Any = None,
-    bias_correction: bool | None = None,
-    **local: Unpack[LocalOptions],
+    **options: Unpack[MimeOptions],
 ) -> Algorithm:
     """Mime: every local step is one of the base optimizer on an SVRG-corrected gradient, with the server's state.
 
@@ -187,18 +211,7 @@ def mime(
     >>> [(exchange.name, exchange.cohort) for exchange in alg.exchanges]
     [('gradient', 'fresh'), ('train', 'same')]
     """
-    return _mime(
-        "mime",
-        loss,
-        correction=True,
-        local_state=False,
-        base=base_optimizer(base, beta=beta, b1=b1, b2=b2, eps=eps, initial=initial, bias_correction=bias_correction),
-        client_lr=client_lr,
-        server_lr=server_lr,
-        protocol=protocol,
-        weighting=weighting,
-        local=local,
-    )
+    return _mime(Method("mime", correction=True), loss, base, client_lr, server_lr, protocol, weighting, options)
 
 
 def mimelite(
@@ -209,13 +222,7 @@ def mimelite(
     server_lr: Any = 1.0,
     protocol: Protocol = "lagged",
     weighting: Weighting = "examples",
-    beta: Any = None,
-    b1: Any = None,
-    b2: Any = None,
-    eps: Any = None,
-    initial: Any = None,
-    bias_correction: bool | None = None,
-    **local: Unpack[LocalOptions],
+    **options: Unpack[MimeOptions],
 ) -> Algorithm:
     """MimeLite: Mime without the correction, so that no c is sent; over sgd it is FedAvg.
 
@@ -223,18 +230,7 @@ def mimelite(
     >>> [(exchange.name, exchange.cohort) for exchange in alg.exchanges]
     [('gradient', 'fresh'), ('train', 'fresh')]
     """
-    return _mime(
-        "mimelite",
-        loss,
-        correction=False,
-        local_state=False,
-        base=base_optimizer(base, beta=beta, b1=b1, b2=b2, eps=eps, initial=initial, bias_correction=bias_correction),
-        client_lr=client_lr,
-        server_lr=server_lr,
-        protocol=protocol,
-        weighting=weighting,
-        local=local,
-    )
+    return _mime(Method("mimelite", correction=False), loss, base, client_lr, server_lr, protocol, weighting, options)
 
 
 def locmime(
@@ -246,27 +242,12 @@ def locmime(
     correction: bool = True,
     protocol: Protocol = "two-phase",
     weighting: Weighting = "examples",
-    beta: Any = None,
-    b1: Any = None,
-    b2: Any = None,
-    eps: Any = None,
-    initial: Any = None,
-    bias_correction: bool | None = None,
-    **local: Unpack[LocalOptions],
+    **options: Unpack[MimeOptions],
 ) -> Algorithm:
     """Loc-Mime: Mime whose clients also update their copy of the base's state; ``correction=False``: MimeLite's.
 
     >>> alg = locmime(lambda params, batch, key: jnp.sum(params**2), base="momentum", beta=0.5)
     """
     return _mime(
-        "locmime",
-        loss,
-        correction=correction,
-        local_state=True,
-        base=base_optimizer(base, beta=beta, b1=b1, b2=b2, eps=eps, initial=initial, bias_correction=bias_correction),
-        client_lr=client_lr,
-        server_lr=server_lr,
-        protocol=protocol,
-        weighting=weighting,
-        local=local,
+        Method("locmime", correction, local_state=True), loss, base, client_lr, server_lr, protocol, weighting, options
     )

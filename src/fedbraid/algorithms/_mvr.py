@@ -21,7 +21,7 @@ The pair (c, m) behind p is that of the protocol (see :mod:`fedbraid.algorithms.
 (c_{t-1}, m_{t-1}), which were made at x_{t-2}; "two-phase" and "split-cohort" have this round's (c_t, m_t), made at
 x_{t-1}. With a = 1 each is Mime over SGD under the same protocol. The point x of the correction g(y) - g(x) is x_{t-1}
 as (13) and (14) print it (``anchor="current"``). The proof of Lemma 19 puts x_{t-2} there, where the lagged pair was
-made, and then nothing but noise is left of the bias when clients are alike: ``anchor="previous"``.
+made; if all clients have the same loss, only noise is left of the bias then: ``anchor="previous"``.
 
 As in Algorithm 5 all starts from m = c = 0 and x_{-1} = x_0; a lagged MimeMVR therefore only looks in its first round.
 
@@ -31,6 +31,7 @@ Sends, in models: lagged 3 down (x_{t-1}, x_{t-2}, p) and 3 up (x - y, the two g
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
@@ -39,8 +40,18 @@ import jax.numpy as jnp
 from fedbraid.algorithms._mime import PROTOCOLS, Protocol
 from fedbraid.algorithms._server_only import Gradients, Loss, full_gradients
 from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number
-from fedbraid.local import WEIGHTINGS, Fold, LocalOptions, LocalWork, Weighting, batches_of, weight_of
-from fedbraid.lowering.rewrite import fast_convolutions
+from fedbraid.local import (
+    WEIGHTINGS,
+    Batches,
+    Fold,
+    LocalOptions,
+    LocalWork,
+    Weighting,
+    batches_of,
+    grad,
+    value_and_grad,
+    weight_of,
+)
 
 __all__ = ["mime_mvr", "mimelite_mvr", "server_only_mvr"]
 
@@ -58,16 +69,16 @@ class MVRState(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What goes down beside the model."""
+    """What is sent down with the model."""
 
     previous: PyTree = ()
     p: PyTree = ()
 
 
 class Walk(NamedTuple):
-    """A client on its way: its model, the step number and the sum of its batch losses."""
+    """A client's carry: its model y, the step number and the sum of its batch losses."""
 
-    y: PyTree
+    params: PyTree
     k: Any
     loss: Any
 
@@ -81,10 +92,53 @@ def _difference(a: Any, gradients: Gradients) -> PyTree:
     return jax.tree.map(lambda new, old: new - (1 - a) * old, *gradients.at)
 
 
+def _local_steps(
+    loss: Loss, share: Any, client_lr: Any, anchor: Anchor, weighting: Weighting, batches: Batches
+) -> Fold:
+    """Equations (13) and (14): ``share`` is the factor of the gradient at the anchor."""
+
+    def start(down: Down, state: Any, key: Any) -> Walk:
+        return Walk(down.params, jnp.int32(0), jnp.zeros((), jnp.result_type(float)))
+
+    def step(walk: Walk, batch: dict, key: Any, down: Down) -> Walk:
+        value, at_y = value_and_grad(loss)(walk.params, batch, key)
+        at_x = grad(loss)(down.aux.previous if anchor == "previous" else down.params, batch, key)
+        y = jax.tree.map(
+            lambda y, g, g_x, p: y - client_lr * (g - share * g_x + p), walk.params, at_y, at_x, down.aux.p
+        )
+        return Walk(y, walk.k + 1, walk.loss + value.astype(walk.loss.dtype))
+
+    def finish(walk: Walk, down: Down, state: Any, n: Any) -> Report:
+        sent = jax.tree.map(jnp.subtract, down.params, walk.params)
+        return Report(Up(sent), weight_of(weighting, n), metrics={"loss": walk.loss / walk.k.astype(walk.loss.dtype)})
+
+    return Fold(start, step, finish, batches)
+
+
+def _momentum(correction: bool, a: Any) -> tuple[Callable[[Gradients], Up], Callable[[MVRState, Up], MVRState]]:
+    """What a client sends of its gradients, and how the server updates m and p with their mean."""
+
+    def message(gradients: Gradients) -> Up:
+        """Mime needs c_t by itself too."""
+        return Up(gradients.at[0], gradients.at[1]) if correction else Up(_difference(a, gradients))
+
+    def track(server: MVRState, up: Up) -> MVRState:
+        """Equation (16), and p from the newest pair."""
+        if correction:
+            c, old = up
+            m = jax.tree.map(lambda c, old, m: c + (1 - a) * (m - old), c, old, server.m)
+            p = jax.tree.map(lambda c, m: a * c + (1 - a) * m, c, m)
+        else:
+            m = jax.tree.map(lambda d, m: d + (1 - a) * m, up.pseudograd, server.m)
+            p = jax.tree.map(lambda m: (1 - a) * m, m)
+        return server._replace(previous=server.params, m=m, p=p)
+
+    return message, track
+
+
 def _mvr(
-    loss: Loss,
-    *,
     correction: bool,
+    loss: Loss,
     a: Any,
     client_lr: Any,
     server_lr: Any,
@@ -102,42 +156,15 @@ def _mvr(
     lagged = protocol == "lagged"
     if anchor == "previous" and not lagged:
         raise ValueError(f"anchor='previous' is the point of the lagged pair; protocol={protocol!r} needs 'current'")
-    loss = fast_convolutions(loss)
     batches = batches_of(**local)
-    share = 1.0 if correction else 1 - a  # of the gradient at the anchor
-
-    def start(down: Down, state: Any, key: Any) -> Walk:
-        return Walk(down.params, jnp.int32(0), jnp.zeros((), jnp.result_type(float)))
-
-    def step(walk: Walk, batch: dict, key: Any, down: Down) -> Walk:
-        value, at_y = jax.value_and_grad(loss)(walk.y, batch, key)
-        at_x = jax.grad(loss)(down.aux.previous if anchor == "previous" else down.params, batch, key)
-        y = jax.tree.map(lambda y, g, g_x, p: y - client_lr * (g - share * g_x + p), walk.y, at_y, at_x, down.aux.p)
-        return Walk(y, walk.k + 1, walk.loss + value.astype(walk.loss.dtype))
-
-    def finish(walk: Walk, down: Down, state: Any, n: Any) -> Report:
-        sent = jax.tree.map(jnp.subtract, down.params, walk.y)
-        return Report(Up(sent), weight_of(weighting, n), metrics={"loss": walk.loss / walk.k})
-
-    def message(gradients: Gradients) -> Up:
-        """Mime needs c_t by itself too."""
-        return Up(gradients.at[0], gradients.at[1]) if correction else Up(_difference(a, gradients))
-
-    def track(server: MVRState, up: Up) -> MVRState:
-        """Equation (16), and p from the newest pair."""
-        if correction:
-            c, old = up
-            m = jax.tree.map(lambda c, old, m: c + (1 - a) * (m - old), c, old, server.m)
-            p = jax.tree.map(lambda c, m: a * c + (1 - a) * m, c, m)
-        else:
-            m = jax.tree.map(lambda d, m: d + (1 - a) * m, up.pseudograd, server.m)
-            p = jax.tree.map(lambda m: (1 - a) * m, m)
-        return server._replace(previous=server.params, m=m, p=p)
+    message, track = _momentum(correction, a)
 
     def moved(server: MVRState, pseudograd: PyTree) -> MVRState:
         return server._replace(params=jax.tree.map(lambda x, g: x - server_lr * g, server.params, pseudograd))
 
-    train, gradients = Fold(start, step, finish, batches), full_gradients(loss, _both, batches.size)
+    share = 1.0 if correction else 1 - a  # of the gradient at the anchor
+    train = _local_steps(loss, share, client_lr, anchor, weighting, batches)
+    gradients = full_gradients(loss, _both, batches.size)
     if lagged:
 
         def with_gradients(results: tuple[Report, Gradients], down: Down, state: Any, key: Any) -> Report:
@@ -199,17 +226,7 @@ def mime_mvr(
 
     >>> alg = mime_mvr(lambda params, batch, key: jnp.sum(params**2), a=0.1, client_lr=0.05)
     """
-    return _mvr(
-        loss,
-        correction=True,
-        a=a,
-        client_lr=client_lr,
-        server_lr=server_lr,
-        protocol=protocol,
-        anchor=anchor,
-        weighting=weighting,
-        local=local,
-    )
+    return _mvr(True, loss, a, client_lr, server_lr, protocol, anchor, weighting, local)
 
 
 def mimelite_mvr(
@@ -227,17 +244,7 @@ def mimelite_mvr(
 
     >>> alg = mimelite_mvr(lambda params, batch, key: jnp.sum(params**2), a=0.1, client_lr=0.05)
     """
-    return _mvr(
-        loss,
-        correction=False,
-        a=a,
-        client_lr=client_lr,
-        server_lr=server_lr,
-        protocol=protocol,
-        anchor=anchor,
-        weighting=weighting,
-        local=local,
-    )
+    return _mvr(False, loss, a, client_lr, server_lr, protocol, anchor, weighting, local)
 
 
 def server_only_mvr(

@@ -30,9 +30,19 @@ import jax
 import jax.numpy as jnp
 
 from fedbraid.algorithms._server_only import Gradients, Loss, full_gradients
-from fedbraid.core import UNIFORM_AUX, Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number
-from fedbraid.local import WEIGHTINGS, Fold, LocalOptions, LocalWork, Weighting, batches_of, weight_of
-from fedbraid.lowering.rewrite import fast_convolutions
+from fedbraid.core import (
+    MEAN,
+    Aggregate,
+    Algorithm,
+    Down,
+    Exchange,
+    Reducer,
+    Report,
+    Up,
+    check_choice,
+    check_number,
+)
+from fedbraid.local import WEIGHTINGS, Fold, LocalOptions, LocalWork, Weighting, batches_of, value_and_grad, weight_of
 
 __all__ = ["ScaffoldState", "scaffold", "share_heard"]
 
@@ -47,12 +57,24 @@ class ScaffoldState(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """A client on its way: its model, the correction c - c_i, the step number and the sum of its batch losses."""
+    """A client's carry: its model y, the correction c - c_i, the step number and the sum of its batch losses."""
 
-    y: PyTree
+    params: PyTree
     shift: PyTree
     k: Any
     loss: Any
+
+
+def _lift(up: Up, weight: Any) -> Up:
+    return Up(MEAN.lift(up.pseudograd, weight), MEAN.lift(up.aux, weight > 0))
+
+
+def _finish(total: Up, weight: Any, count: Any) -> Up:
+    return Up(MEAN.finish(total.pseudograd, weight, count), MEAN.finish(total.aux, count, count))
+
+
+UNIFORM_AUX = Reducer(_lift, _finish, mean="uniform-aux")
+"""The weighted mean of the pseudogradients, and the unweighted mean of the aux."""
 
 
 def share_heard(aggregate: Aggregate) -> Any:
@@ -78,7 +100,6 @@ def scaffold(
     check_number("server_lr", server_lr, low=0)
     check_choice("option", option, ("I", "II"))
     check_choice("weighting", weighting, WEIGHTINGS)
-    loss = fast_convolutions(loss)
     batches = batches_of(**local)
 
     def start(down: Down, c_i: PyTree, key: Any) -> Walk:
@@ -86,16 +107,17 @@ def scaffold(
         return Walk(down.params, shift, jnp.int32(0), jnp.zeros((), jnp.result_type(float)))
 
     def step(walk: Walk, batch: dict, key: Any, down: Down) -> Walk:
-        value, g = jax.value_and_grad(loss)(walk.y, batch, key)
-        y = jax.tree.map(lambda y, g, shift: y - client_lr * (g + shift), walk.y, g, walk.shift)
+        value, g = value_and_grad(loss)(walk.params, batch, key)
+        y = jax.tree.map(lambda y, g, shift: y - client_lr * (g + shift), walk.params, g, walk.shift)
         return Walk(y, walk.shift, walk.k + 1, walk.loss + value.astype(walk.loss.dtype))
 
     def finish(walk: Walk, down: Down, c_i: PyTree, n: Any) -> Report:
-        sent = jax.tree.map(jnp.subtract, down.params, walk.y)
+        sent = jax.tree.map(jnp.subtract, down.params, walk.params)
         change = ()
         if option == "II":
             change = jax.tree.map(lambda d, c: d / (walk.k.astype(d.dtype) * client_lr) - c, sent, down.aux)
-        return Report(Up(sent, change), weight_of(weighting, n), c_i, {"loss": walk.loss / walk.k})
+        mean_loss = walk.loss / walk.k.astype(walk.loss.dtype)
+        return Report(Up(sent, change), weight_of(weighting, n), c_i, {"loss": mean_loss})
 
     def renew(results: tuple, down: Down, c_i: PyTree, key: Any) -> Report:
         report = results[0]
@@ -126,6 +148,7 @@ def scaffold(
         receive,
         reducer=UNIFORM_AUX,
         reconcile=reconcile,
+        keeps=("aux",),
     )
     return Algorithm(
         init=lambda params: ScaffoldState(params, jax.tree.map(jnp.zeros_like, params)),

@@ -13,15 +13,14 @@ Sends: the model down, one gradient up. Keeps: nothing on the clients.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 
-from fedbraid.algorithms.base_optimizers import BaseOptimizer, base_optimizer
+from fedbraid.algorithms.base_optimizers import BaseOptimizer, BaseOptions, base_optimizer
 from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number
-from fedbraid.local import WEIGHTINGS, Batches, Fold, LocalWork, Weighting, weight_of
-from fedbraid.lowering.rewrite import fast_convolutions
+from fedbraid.local import WEIGHTINGS, Batches, Fold, LocalWork, Weighting, value_and_grad, weight_of
 
 __all__ = ["Gradients", "full_gradients", "gradient_exchange", "server_only"]
 
@@ -43,7 +42,6 @@ def full_gradients(loss: Loss, points: Callable[[Down], tuple[PyTree, ...]], bat
     Batches only bound the memory: their gradients are weighted by their examples, so that the result is the gradient
     of the mean over all examples whatever the batch size.
     """
-    loss = fast_convolutions(loss)
 
     def start(down: Down, state: Any, key: Any) -> Gradients:
         zeros = tuple(jax.tree.map(jnp.zeros_like, point) for point in points(down))
@@ -52,7 +50,7 @@ def full_gradients(loss: Loss, points: Callable[[Down], tuple[PyTree, ...]], bat
 
     def step(total: Gradients, batch: dict, key: Any, down: Down) -> Gradients:
         n = jnp.sum(batch["mask"])
-        found = [jax.value_and_grad(loss)(point, batch, key) for point in points(down)]
+        found = [value_and_grad(loss)(point, batch, key) for point in points(down)]
         sums = tuple(
             jax.tree.map(lambda a, g: a + n.astype(g.dtype) * g, old, new)
             for old, (_, new) in zip(total.at, found, strict=True)
@@ -93,12 +91,7 @@ def server_only(
     lr: Any = None,
     weighting: Weighting = "examples",
     batch_size: int | None = 20,
-    beta: Any = None,
-    b1: Any = None,
-    b2: Any = None,
-    eps: Any = None,
-    initial: Any = None,
-    bias_correction: bool | None = None,
+    **options: Unpack[BaseOptions],
 ) -> Algorithm:
     """The centralized base optimizer on the clients' full gradients.
 
@@ -107,7 +100,7 @@ def server_only(
 
     >>> alg = server_only(lambda params, batch, key: jnp.sum(params**2), base="momentum", beta=0.9, lr=0.1)
     """
-    chosen = base_optimizer(base, beta=beta, b1=b1, b2=b2, eps=eps, initial=initial, bias_correction=bias_correction)
+    chosen = base_optimizer(base, **options)
     rate = check_number("lr", RATES.get(chosen.name, chosen.lr) if lr is None else lr, low=0)
     check_choice("weighting", weighting, WEIGHTINGS)
 

@@ -22,7 +22,7 @@ never when they are stored; off is Table 5.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from fedbraid.notices import notice
 __all__ = [
     "BASES",
     "BaseOptimizer",
+    "BaseOptions",
     "adagrad",
     "adam",
     "base_optimizer",
@@ -55,7 +56,7 @@ class BaseOptimizer(NamedTuple):
     track: Callable  # V: (g, s, x) -> s
     lr: float  # a rate to start from
     linear: bool = True  # whether U is linear (up to a constant) in g for a fixed s
-    tracks: bool = True  # False: s is empty, so that nobody needs to compute a gradient for it
+    tracks: bool = True  # False: s is empty, so no gradient is needed for it
 
 
 def sgd() -> BaseOptimizer:
@@ -111,7 +112,7 @@ def adagrad(eps: Any = 1e-3, initial: Any = 0.1) -> BaseOptimizer:
 
 
 class AdamState(NamedTuple):
-    """``count`` exists only with bias correction: a state is sent, and what is not needed is not sent."""
+    """``count`` exists only with bias correction: the state is sent to clients, so it holds nothing unused."""
 
     m: PyTree
     v: PyTree
@@ -206,7 +207,18 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 }
 
 
-def base_optimizer(base: str | BaseOptimizer, **options: Any) -> BaseOptimizer:
+class BaseOptions(TypedDict, total=False):
+    """The options of bases that are given by name."""
+
+    beta: Any  # momentum
+    b1: Any  # adam
+    b2: Any
+    eps: Any  # adam, adagrad
+    initial: Any
+    bias_correction: bool | None  # adam
+
+
+def base_optimizer(base: str | BaseOptimizer, **options: Unpack[BaseOptions]) -> BaseOptimizer:
     """A base by its name and options (None: the base's own default); one built already is returned as it is.
 
     >>> base_optimizer("adam", b2=0.999, beta=None).name

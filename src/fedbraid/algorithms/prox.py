@@ -32,9 +32,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from fedbraid.core import check_choice, check_count, check_number, is_traced
-from fedbraid.data.federated import Split
-from fedbraid.local import MASK, ClientData
-from fedbraid.lowering.rewrite import fast_convolutions
+from fedbraid.local import MASK, ClientData, Clients, rewritten
 
 __all__ = [
     "OBJECTIVES",
@@ -76,12 +74,12 @@ ProxSolver = Callable[[Callable[[PyTree], Any], PyTree, Any, dict, PyTree], Solu
 def client_objective(loss: Loss, objective: Objective, batch: dict, key: Any) -> Callable[[PyTree], Any]:
     """A client's f as the paper has it: the mean of its losses, or their sum ("sum": mean times number of examples).
 
-    With "mean" the problem is the mean over clients, each counting alike; with "sum" it is the loss pooled over all
-    examples, and l, L and 1/s are as many times larger as a client has examples.
+    With "mean" the problem is the mean over clients with equal weights. With "sum" it is the loss pooled over all
+    examples, and a client of n examples has l, L and 1/s n times larger.
     """
-    loss = fast_convolutions(loss)
+    own = rewritten(loss)
     count = jnp.sum(batch[MASK]) if objective == "sum" else 1.0
-    return lambda params: count * loss(params, batch, key)
+    return lambda params: count * own(params, batch, key)
 
 
 def prox_gradient(f: Callable[[PyTree], Any], u: PyTree, v: PyTree, s: Any) -> tuple[Any, PyTree]:
@@ -370,7 +368,7 @@ class Curvature(NamedTuple):
 def curvature(
     loss: Loss,
     params: PyTree,
-    split: Split,
+    split: Clients,
     *,
     method: Literal["dense", "lanczos"] = "dense",
     steps: int = 30,
@@ -383,6 +381,7 @@ def curvature(
     values lie inside the true range (L from below, l from above) and are exact once ``steps`` reaches the number of
     distinct eigenvalues. A loss that is not quadratic has other curvature elsewhere: logistic losses are steepest at 0.
 
+    >>> from fedbraid.data import Split
     >>> split = Split.from_clients([{"x": np.eye(2) * [1.0, 2.0], "y": np.zeros(2)}])
     >>> square = lambda w, batch, key: 0.5 * jnp.mean((batch["x"] @ w - batch["y"]) ** 2)
     >>> c = curvature(square, jnp.zeros(2), split)

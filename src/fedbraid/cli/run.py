@@ -102,6 +102,8 @@ def _explain(loaded: Any, json: bool) -> None:
             console.print(f"  {escape(line)}")
         for line in found["matrices"][exchange["name"]]:
             console.print(f"  {escape(line)}")
+        if found["kernels"][exchange["name"]]:
+            console.print(f"  kernels: {escape(', '.join(found['kernels'][exchange['name']]))}")
 
 
 def _train(console: Console, loaded: Any, folder: Path, resume: bool, json: bool, quiet: bool) -> bool:

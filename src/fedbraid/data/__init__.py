@@ -1,5 +1,6 @@
 """Federated data: stores, the published formats, the papers' partitions, preprocessing inside the compiled step."""
 
+from fedbraid.data.byzantine import mark
 from fedbraid.data.catalog import CATALOG, load, repartition
 from fedbraid.data.describe import plot_data, summarize_data
 from fedbraid.data.description import DataDescription
@@ -43,6 +44,7 @@ __all__ = [
     "import_data",
     "load",
     "log_normal",
+    "mark",
     "match_labels",
     "open_source",
     "open_store",

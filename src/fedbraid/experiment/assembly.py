@@ -19,6 +19,7 @@ import jax
 import fedbraid
 from fedbraid import address, algorithms, transforms
 from fedbraid.core import Algorithm
+from fedbraid.data.byzantine import mark
 from fedbraid.data.catalog import CATALOG
 from fedbraid.data.catalog import load as load_data
 from fedbraid.data.description import DataDescription
@@ -123,7 +124,7 @@ def load_named(config: Config) -> FederatedData:
     if not config.attack.share:
         return data
     try:
-        return transforms.mark(data, config.attack.share, seed=config.attack.seed)
+        return mark(data, config.attack.share, seed=config.attack.seed)
     except ValueError as error:
         raise ConfigError(f"attack.share: {error}") from error
 

@@ -14,11 +14,10 @@ import json
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedbraid.local import LocalOptions
 from fedbraid.simulation.options import EngineOptions
 
 __all__ = [
@@ -108,12 +107,12 @@ def unknown(what: str, given: str, allowed: Iterable[str]) -> str:
 
 
 def options_of(factory: Callable, skip: Sequence[str] = ()) -> dict[str, Any]:
-    """The keyword options of a factory and their defaults; ``**local`` stands for the local options."""
+    """The keyword options of a factory and their defaults; those of a typed ``**`` parameter have None."""
     options: dict[str, Any] = {}
     for name, parameter in inspect.signature(factory).parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            if name == "local":
-                options |= dict.fromkeys(get_type_hints(LocalOptions))
+            for typed in get_args(get_type_hints(factory).get(name)):  # of Unpack[a TypedDict]
+                options |= dict.fromkeys(get_type_hints(typed))
         elif parameter.kind is not inspect.Parameter.VAR_POSITIONAL:
             options[name] = parameter.default
     return {name: default for name, default in options.items() if name not in skip}

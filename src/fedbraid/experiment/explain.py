@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedbraid.costs import cost
+from fedbraid.costs import cost, data_shapes
 from fedbraid.experiment.assembly import build
 from fedbraid.experiment.config import Config
-from fedbraid.lowering.convolutions import explain_clients, with_convolutions
-from fedbraid.lowering.grown import explain_growth
-from fedbraid.lowering.precision import with_precision
+from fedbraid.lowering import explain
 from fedbraid.simulation.placement import place_run
 
 __all__ = ["explain_config"]
@@ -29,7 +27,6 @@ def explain_config(config: Config) -> dict[str, Any]:
     placement = place_run(alg, params, data, engine, cohort)
     plan = placement.plan
     by_rule = engine.plan == "auto" or (engine.chunk == "auto" and plan.kind != "sequential")
-    lowered = with_convolutions(with_precision(alg, engine.precision), engine.convolutions)
     return {
         "plan": plan.kind,
         "chunk": plan.chunk,
@@ -37,6 +34,5 @@ def explain_config(config: Config) -> dict[str, Any]:
         "devices": [str(device) for device in placement.mesh.devices.flat],
         "data": "streamed from the host" if placement.stream else "on the devices",
         "exchanges": [{"name": e.name, "down": e.down, "up": e.up} for e in cost(alg, params, data).exchanges],
-        "convolutions": explain_clients(alg, params, data.train, engine.convolutions),
-        "matrices": explain_growth(lowered, params, data.train, plan, engine.matrices),
+        **explain(alg, params, data_shapes(data), engine, plan.lanes)._asdict(),
     }

@@ -37,7 +37,7 @@ class Aggregator:
     def __init__(self, alg: Algorithm, index: int, *, rows: int, population: int) -> None:
         exchange = alg.exchanges[index]
         self.name, self._index, self._rows = exchange.name, index, rows
-        self._gather = exchange.reducer.gather
+        self._gather = exchange.reducer.kind == "gather"
         self.send = jax.jit(exchange.send)
         self._judge = jax.jit(partial(_judge, exchange))
         self._add = jax.jit(partial(jax.tree.map, jnp.add))

@@ -44,6 +44,7 @@ from fedbraid.flower.wire import (
     read_plain,
 )
 from fedbraid.local import ClientData
+from fedbraid.lowering import LoweringOptions, lower
 
 __all__ = ["client_app"]
 
@@ -124,7 +125,7 @@ class _Site:
         self.load_test: LoadTest = lambda context: None
         self.sums: Callable = lambda *given: {}
         self.params = shapes_of(params)
-        self.programs = [jax.jit(exchange.client) for exchange in alg.exchanges]
+        self.programs = [jax.jit(exchange.client) for exchange in lower(alg, LoweringOptions()).exchanges]
         self.prints: dict[str, str] = {}
         self.layouts: dict[str, str] = {}
 

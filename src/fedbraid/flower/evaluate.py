@@ -18,7 +18,7 @@ from fedbraid.data.description import Preprocess
 from fedbraid.data.federated import Split
 from fedbraid.flower.identity import Schema, check_data, shapes_of
 from fedbraid.flower.rows import padded
-from fedbraid.lowering.rewrite import fast_convolutions
+from fedbraid.lowering import LoweringOptions, lower_metrics
 from fedbraid.simulation.evaluate import client_values, in_batches, score, summarize
 
 __all__ = [
@@ -71,7 +71,7 @@ def sums_program(
     metrics: Callable, preprocess: Preprocess | None = None
 ) -> Callable[[PyTree, dict[str, Any], Any], dict[str, Any]]:
     """(params, *batches_of) -> the sums of the first client: all that leaves a node."""
-    fast = fast_convolutions(metrics)
+    fast = lower_metrics(metrics, LoweringOptions())
 
     def sums(params: PyTree, batches: dict[str, Any], owners: Any) -> dict[str, Any]:
         scores = score(fast, params, batches, owners, clients=2, preprocess=preprocess)

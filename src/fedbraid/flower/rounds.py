@@ -21,7 +21,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedbraid import address
-from fedbraid.core import Algorithm, keep
+from fedbraid.core import Algorithm
 from fedbraid.data.description import Preprocess
 from fedbraid.flower import wire
 from fedbraid.flower.aggregate import Aggregator, Upload
@@ -233,7 +233,7 @@ class MessageRounds:
         """
         policy, restart = self.policy.lost_state, []
         if policy == "auto":
-            policy = "restart" if any(e.reconcile is not keep for e in self.alg.exchanges) else "reset"
+            policy = "restart" if any(e.keeps for e in self.alg.exchanges) else "reset"
         for client, node in sorted(self.roster.lost.items()):
             words = f"client {client} (node {node.id}) lost its state {self.base(client)!r}"
             self.losses[client] += 1

@@ -1,8 +1,8 @@
-"""A convolution that waits for what follows it.
+"""A convolution that is computed later, together with the operations that follow it.
 
-A network's program says convolution, bias, ReLU and pool one after the other, with changes of layout in between. Where
-all of them can be one kernel, the convolution is kept back: what follows is noted, and the value is computed when
-something asks for it that is not known here.
+A network's program has convolution, bias, ReLU and pool one after the other, with changes of layout in between. If all
+of them can be one kernel, the convolution is deferred: the operations that follow are collected, and the value is
+computed when an operation needs it that cannot be collected.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ IMAGES, ROWS, COLUMNS, OUT = range(4)  # axes of a value as it is computed
 
 @dataclass(frozen=True)
 class Deferred:
-    """A convolution [images, rows, columns, out] and what follows it so far.
+    """A convolution [images, rows, columns, out] and the operations collected so far.
 
-    axes: which of the four each axis of the value is, in the program's layout; None is an axis of one.
+    axes: for each axis of the value in the program's layout, which of the four it is; None is an axis of size 1.
     """
 
     x: Array
@@ -55,12 +55,12 @@ class Deferred:
         return tuple(1 if axis is None else self.sizes[axis] for axis in self.axes)
 
     def value(self) -> Array:
-        """As the program has it."""
+        """The value in the program's own layout and dtype."""
         order = [axis for axis in self.axes if axis is not None]
         return self.computed().astype(self.kernel.dtype).transpose(order).reshape(self.shape)
 
     def computed(self) -> Array:
-        """[images, rows, columns, out], in the type in which kernels keep it."""
+        """The value as [images, rows, columns, out], in the dtype that kernels store."""
         from fedbraid.lowering.kernels.activated import pools
 
         where: Any = {"stride": self.strides, "padding": self.pads}
@@ -77,7 +77,7 @@ class Deferred:
 
 
 def follow(equation: Any, inputs: list[Any]) -> Deferred | None:
-    """What an equation makes of a deferred convolution, or None if it is not one that can be waited for."""
+    """A deferred convolution with one more equation collected, or None if that equation cannot be."""
     step = _STEPS.get(equation.primitive.name)
     return None if step is None else step(equation.params, inputs)
 
@@ -87,10 +87,10 @@ def _transposed(params: dict[str, Any], inputs: list[Any]) -> Deferred | None:
 
 
 def _reshaped(params: dict[str, Any], inputs: list[Any]) -> Deferred | None:
-    """Axes of one that come or go."""
+    """Axes of size 1 that are added or removed."""
     value, sizes = inputs[0], params["new_sizes"]
     own = [axis for axis in value.axes if axis is not None]
-    # where an axis of the value's own is one, nobody knows which of those it becomes
+    # if one of the value's own axes has size 1, it cannot be told from an added axis
     if params["dimensions"] is not None or [size for size in sizes if size != 1] != [value.sizes[axis] for axis in own]:
         return None
     left = iter(own)
@@ -118,7 +118,7 @@ def _expanded(params: dict[str, Any], inputs: list[Any]) -> Deferred | None:
 
 
 def _added(params: dict[str, Any], inputs: list[Any]) -> Deferred | None:
-    """A number for each output: its bias."""
+    """One number for each output channel: the bias."""
     del params
     value, other = inputs if isinstance(inputs[0], Deferred) else inputs[::-1]
     if isinstance(other, Deferred) or value.bias is not None or value.relu:
@@ -147,7 +147,7 @@ def _max_pooled(params: dict[str, Any], inputs: list[Any]) -> Deferred | None:
 
 
 def _is_relu(jaxpr: Jaxpr) -> bool:
-    """Whether a program is max(x, 0) and nothing else, possibly wrapped."""
+    """Whether a program is max(x, 0) and nothing else, possibly inside jit."""
     if len(jaxpr.eqns) != 1 or len(jaxpr.invars) != 1 or jaxpr.outvars != jaxpr.eqns[0].outvars:
         return False
     (equation,) = jaxpr.eqns

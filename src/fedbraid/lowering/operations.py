@@ -13,12 +13,30 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from fedbraid.lowering import kernels
-from fedbraid.lowering.transposable import linear
+from fedbraid.lowering.transposable import computed_by, linear
 from fedbraid.lowering.winograd import TILE, conv_blocks, from_blocks, to_blocks
+
+__all__ = [
+    "Dense",
+    "Pads",
+    "along_weights",
+    "computed_by",
+    "conv2d",
+    "conv_relu",
+    "dense",
+    "has_kernel",
+    "linear",
+    "max_pool",
+    "paddings",
+    "patches",
+    "product",
+    "window_counts",
+    "window_max",
+]
 
 Array = jax.Array
 Dense = dict[str, Array]
-FEW_ROWS = 16  # of a batch whose transpose costs less than it saves
+FEW_ROWS = 16  # up to this batch size, transposing the inputs costs less than it saves
 
 
 def product(x: Array, w: Array) -> Array:
@@ -63,7 +81,7 @@ def dense(params: Dense, x: Array) -> Array:
     """``x @ w + b`` over the last axis."""
     if x.ndim <= 2:
         return product(x, params["w"]) + params["b"]
-    # As one matrix: of more axes the gradient's product makes XLA transpose arrays on a CPU, which takes longer.
+    # As one matrix: with more axes, XLA transposes arrays for the gradient's product on a CPU, which takes longer.
     return dense(params, x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 
 
@@ -79,7 +97,7 @@ def conv2d(
     XLA's own convolution is slow in the two places a federated simulation uses it: on a CPU inside a loop (one client
     after the other), and with per-client kernels under ``vmap`` (a grouped convolution). This one is a matrix product
     in both: Winograd's for 3x3 kernels of stride 1 on a CPU, patches times kernel (im2col) for the rest. On NVIDIA's
-    GPUs patches are gathered inside of one kernel and never written to memory.
+    GPUs one kernel gathers the patches and multiplies them; they are never written to memory.
 
     Args:
         x: images, channels last.
@@ -114,8 +132,8 @@ def conv_relu(
 ) -> Array:
     """ReLU(convolution + bias); with ``pool``, of the largest of each 2 x 2 cell of the convolution.
 
-    On NVIDIA's GPUs this is one kernel, forwards as well as for each gradient. There, where products are asked to take
-    bfloat16, what leaves a layer is kept as such: the next one would round it anyway.
+    On NVIDIA's GPUs this is one kernel, and one for each gradient. With the precision bfloat16 the output is stored in
+    bfloat16 there: the next layer would round it anyway.
 
     >>> import jax.numpy as jnp
     >>> layer = {"w": jnp.ones((3, 3, 1, 1)), "b": jnp.array([-8.5])}
@@ -177,7 +195,7 @@ def winograd_pays(b: int, h: int, w: int, channels: int, dtype) -> bool:
     # Multiplications a pair of channels. The 15 stands for transforming the kernel, 0.55 for the other transforms;
     # both were fitted to timings on one AVX-512 core.
     fewer = 36 * (tiles + 15) <= 0.55 * 9 * b * h * w
-    return jax.default_backend() == "cpu" and channels >= 8 and fewer and dtype in (jnp.float32, jnp.float64)
+    return kernels.platform() == "cpu" and channels >= 8 and fewer and dtype in (jnp.float32, jnp.float64)
 
 
 def patches(x: Array, window: tuple[int, int], strides: tuple[int, int] = (1, 1)) -> Array:
@@ -217,9 +235,9 @@ def paddings(sizes: Sequence[int], window: tuple[int, int], strides: tuple[int, 
 
 
 def max_pool(x: Array, window: int = 2) -> Array:
-    """The largest of each window of [B, H, W, C], windows side by side; rows and columns that fill none are left out.
+    """The largest value of each window of [B, H, W, C]; windows do not overlap, incomplete ones are left out.
 
-    Where several are largest the gradient goes to the first, as in XLA and PyTorch.
+    If several values are the largest, the gradient goes to the first, as in XLA and PyTorch.
 
     >>> import jax.numpy as jnp
     >>> max_pool(jnp.arange(16.0).reshape(1, 4, 4, 1))[0, :, :, 0].tolist()
@@ -232,7 +250,7 @@ def max_pool(x: Array, window: int = 2) -> Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def window_max(x: Array, axes: tuple[int, ...]) -> Array:
-    """``x.max(axes)`` with the gradient at the first largest entry alone: cheaper than sharing it among equals."""
+    """``x.max(axes)`` with its gradient at the first largest entry only: cheaper than sharing it among equals."""
     return x.max(axes)
 
 

@@ -1,4 +1,4 @@
-"""How clients' programs are compiled: one frozen value."""
+"""What the user may ask of the programs that clients run."""
 
 from __future__ import annotations
 
@@ -7,20 +7,37 @@ from typing import Literal
 
 from fedbraid.core import check_choice
 
-__all__ = ["LoweringOptions"]
+__all__ = ["CONVOLUTIONS", "MATRICES", "PRECISIONS", "Convolutions", "LoweringOptions", "Matrices", "Precision"]
 
 Convolutions = Literal["fast", "native"]
+CONVOLUTIONS = ("fast", "native")
 Precision = Literal["default", "float32", "tf32", "bfloat16"]
+PRECISIONS = {"default": None, "float32": "float32", "tf32": "tensorfloat32", "bfloat16": "BF16_BF16_F32"}
 Matrices = Literal["auto", "grown", "whole"]
+MATRICES = ("auto", "grown", "whole")
 
 
 @dataclass(frozen=True)
 class LoweringOptions:
+    """How the programs of clients are made fast.
+
+    convolutions: "fast" rewrites the convolutions and max pools of any model as matrix products and reshapes;
+        "native" leaves them to XLA.
+    precision: of the factors of the clients' matrix products, on hardware that has a choice. "default" is jax's own:
+        TF32 on NVIDIA's GPUs, float32 on a CPU. A CPU computes all of them in float32. Sums are always float32.
+    matrices: "grown" stores a client's weight matrix as the server's matrix plus the rows that its steps added,
+        wherever the plan is lanes and the program of a step allows it; "whole" never does; "auto" does on a GPU, where
+        it moves less memory.
+
+    >>> LoweringOptions(convolutions="native").precision
+    'default'
+    """
+
     convolutions: Convolutions = "fast"
     precision: Precision = "default"
     matrices: Matrices = "auto"
 
     def __post_init__(self) -> None:
-        check_choice("convolutions", self.convolutions, ("fast", "native"))
-        check_choice("precision", self.precision, ("default", "float32", "tf32", "bfloat16"))
-        check_choice("matrices", self.matrices, ("auto", "grown", "whole"))
+        check_choice("convolutions", self.convolutions, CONVOLUTIONS)
+        check_choice("precision", self.precision, tuple(PRECISIONS))
+        check_choice("matrices", self.matrices, MATRICES)

@@ -1,7 +1,7 @@
-"""Anyone's convolutions made fast: a program rewritten before it is differentiated.
+"""The convolutions of any program, made fast: its jaxpr is rewritten, best before it is differentiated.
 
-A model written with equinox, flax or ``jax.lax`` calls XLA's convolution. Traced to a jaxpr, each such call is one
-equation, and can be replaced by the same convolution made of matrix products (``layers.conv2d``). What the engine then
+A model written with equinox, flax or ``jax.lax`` calls XLA's convolution. In a jaxpr each such call is one equation. It
+is replaced by the same convolution made of matrix products (:mod:`fedbraid.lowering.operations`). What the engine then
 differentiates, loops over and batches over clients contains no convolution any more.
 """
 
@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
+from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -25,18 +27,22 @@ from fedbraid.lowering.convolution import MOST_SLICES, convolve, outputs
 from fedbraid.lowering.deferred import COLUMNS, IMAGES, OUT, ROWS, Deferred, follow
 from fedbraid.lowering.operations import conv2d, has_kernel, paddings, window_max
 
-_native: ContextVar[bool] = ContextVar("native", default=False)
+__all__ = ["explain_function", "fast_convolutions", "has_convolutions", "recording"]
+
+Record = dict[Any, list[str]]  # for each program that was rewritten, by function and argument shapes, what was done
+_record: ContextVar[Record | None] = ContextVar("record", default=None)
 _notes: ContextVar[dict[int, str] | None] = ContextVar("notes", default=None)  # how an equation, by its id, was run
-_MARK = "_convolutions_are_fast"
+# Functions, and the argument shapes for which they have nothing to replace: a loss is traced many times before it runs.
+_unchanged: WeakKeyDictionary[Callable, set[Any]] = WeakKeyDictionary()
 
 
 def fast_convolutions(function: Callable) -> Callable:
     """``function`` with its convolutions and max pools as matrix products and reshapes: same values and derivatives.
 
     Replaced are convolutions of floats (any strides, padding, dilation, groups and axis order, gradients of other
-    convolutions included) and max pools whose windows lie side by side; also inside ``jit``, ``scan``, ``while_loop``,
+    convolutions included) and max pools whose windows do not overlap; also inside ``jit``, ``scan``, ``while_loop``,
     ``cond`` and ``checkpoint``. Everything else stays as it is, and so do functions with their own derivative rules.
-    Values agree to rounding. `explain` says what was replaced and what was not, and why.
+    Values agree to rounding. `explain_function` says what is replaced, and why the rest is not.
 
     Args:
         function: takes and returns pytrees of arrays.
@@ -50,60 +56,57 @@ def fast_convolutions(function: Callable) -> Callable:
     False
     """
 
-    if getattr(function, _MARK, False):
-        return function
-
-    without: set[Any] = set()  # arguments, by structure and shapes, with which there is nothing to replace
-
     def rewritten(*args):
         leaves, tree = jax.tree.flatten(args)
         signature = (tree, tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves))
-        if _native.get() or signature in without:
+        unchanged = _unchanged.setdefault(function, set()) if isinstance(function, FunctionType) else set()
+        if signature in unchanged:
             return function(*args)
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        if not _has_targets(closed.jaxpr):
-            without.add(signature)  # a loss is traced many times before it runs
+        if not has_convolutions(closed.jaxpr):
+            unchanged.add(signature)
             return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(closed)(*leaves))
-        outputs = _evaluate(closed.jaxpr, closed.consts, *leaves)
-        return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+        with _noting() as notes:
+            results = _evaluate(closed.jaxpr, closed.consts, *leaves)
+        record = _record.get()
+        if record is not None:
+            record[id(function), signature] = _explained(closed.jaxpr, notes)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
-    setattr(rewritten, _MARK, True)
     return rewritten
 
 
 @contextmanager
-def native_convolutions() -> Iterator[None]:
-    """What is traced within leaves convolutions to XLA.
-
-    >>> convolve = fast_convolutions(lambda x, w: jax.lax.conv(x, w, (1, 1), "SAME"))
-    >>> with native_convolutions():
-    ...     program = str(jax.make_jaxpr(convolve)(jnp.ones((1, 1, 4, 4)), jnp.ones((1, 1, 3, 3))))
-    >>> "conv_general" in program
-    True
-    """
-    before = _native.set(True)
+def recording() -> Iterator[Record]:
+    """Collects what `fast_convolutions` does to the programs that are traced in this context."""
+    found: Record = {}
+    before = _record.set(found)
     try:
-        yield
+        yield found
     finally:
-        _native.reset(before)
+        _record.reset(before)
 
 
-def explain(function: Callable, *args: Any) -> list[str]:
+def explain_function(function: Callable, *args: Any) -> list[str]:
     """One line for each convolution and max pool of ``function(*args)``: how it runs, or why it is left to XLA.
 
     >>> convolve = lambda x, w: jax.lax.conv(x, w, (1, 1), "SAME")
-    >>> explain(convolve, jnp.ones((1, 1, 4, 4)), jnp.ones((1, 1, 3, 3)))
+    >>> explain_function(convolve, jnp.ones((1, 1, 4, 4)), jnp.ones((1, 1, 3, 3)))
     ['convolution of (1, 1, 4, 4) with (1, 1, 3, 3): matrix products']
     """
-    closed = jax.make_jaxpr(function)(*args)
+    with recording() as found:
+        jax.eval_shape(fast_convolutions(function), *args)
+    return [line for lines in found.values() for line in lines]
+
+
+@contextmanager
+def _noting() -> Iterator[dict[int, str]]:
     notes: dict[int, str] = {}
-    if kernels.available():  # what follows a convolution may become part of it, which only running it tells
-        before = _notes.set(notes)
-        try:
-            jax.eval_shape(lambda *leaves: _evaluate(closed.jaxpr, closed.consts, *leaves), *jax.tree.leaves(args))
-        finally:
-            _notes.reset(before)
-    return _explained(closed.jaxpr, notes)
+    before = _notes.set(notes)
+    try:
+        yield notes
+    finally:
+        _notes.reset(before)
 
 
 def _note(equation: Any, how: str) -> None:
@@ -126,7 +129,9 @@ def _explained(jaxpr: Jaxpr, notes: dict[int, str]) -> list[str]:
             how = "slices" if _side_by_side(equation.params, shapes[0]) else "left to XLA: its windows overlap"
             how = notes.get(id(equation), how)
             lines.append(f"max pool of {shapes[0].shape}: {how}")
-        elif name.startswith("custom_") and any(_has_targets(i) for v in equation.params.values() for i in _jaxprs(v)):
+        elif name.startswith("custom_") and any(
+            has_convolutions(i) for v in equation.params.values() for i in _jaxprs(v)
+        ):
             lines.append(f"{name}: left to XLA: it has a derivative rule of its own")
         else:
             inside = [inner for value in equation.params.values() for inner in _jaxprs(value)]
@@ -134,11 +139,12 @@ def _explained(jaxpr: Jaxpr, notes: dict[int, str]) -> list[str]:
     return lines
 
 
-def _has_targets(jaxpr: Jaxpr) -> bool:
+def has_convolutions(jaxpr: Jaxpr) -> bool:
+    """Whether a program has an equation that may be replaced, at any depth."""
     for equation in jaxpr.eqns:
         if equation.primitive.name in _REPLACEMENTS:
             return True
-        if any(_has_targets(inner) for value in equation.params.values() for inner in _jaxprs(value)):
+        if any(has_convolutions(inner) for value in equation.params.values() for inner in _jaxprs(value)):
             return True
     return False
 
@@ -153,7 +159,7 @@ def _evaluate(jaxpr: Jaxpr, consts, *args) -> list[Any]:
     environment = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
     variables = [atom for equation in jaxpr.eqns for atom in equation.invars] + list(jaxpr.outvars)
     uses = Counter(atom for atom in variables if not isinstance(atom, Literal))
-    spread: dict[Any, Any] = {}  # what was repeated to a larger shape, and how
+    spread: dict[Any, Any] = {}  # results of broadcast_in_dim: its parameters and its input
 
     def known(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else environment[atom]
@@ -180,7 +186,7 @@ def _evaluate(jaxpr: Jaxpr, consts, *args) -> list[Any]:
                 if name == "reduce_window_max":
                     _note(equation, "together with the convolution before it")
                 continue
-        if name == "conv_general_dilated" and waiting(equation.invars[0]):  # may take the value as it was computed
+        if name == "conv_general_dilated" and waiting(equation.invars[0]):  # it may need no change of layout
             inputs = [known(equation.invars[0]), read(equation.invars[1])]
         else:
             inputs = [read(atom) for atom in equation.invars]
@@ -207,8 +213,8 @@ def _apply(equation, inputs) -> list[Any]:
             return [output]
         inputs = [x.value() if isinstance(x, Deferred) else x for x in inputs]
     elif name.startswith("custom_"):
-        pass  # its derivative rule belongs to the whole: do not look inside
-    elif any(_has_targets(inner) for value in params.values() for inner in _jaxprs(value)):
+        pass  # its derivative rule belongs to the whole function: leave it unchanged
+    elif any(has_convolutions(inner) for value in params.values() for inner in _jaxprs(value)):
         if name in ("jit", "pjit"):
             return _evaluate(params["jaxpr"].jaxpr, params["jaxpr"].consts, *inputs)
         if name in ("checkpoint", "remat", "remat2"):
@@ -233,7 +239,7 @@ def _rewritten_parameter(value: Any) -> Any:
 def _why_not(params: dict[str, Any], x, kernel) -> str | None:
     """Why a convolution stays as it is, or None."""
     if not (jnp.issubdtype(x.dtype, jnp.floating) and x.dtype == kernel.dtype):
-        return f"its factors are {x.dtype} and {kernel.dtype}; only floats of one kind are rewritten"
+        return f"its factors are {x.dtype} and {kernel.dtype}; only floats of one dtype are rewritten"
     if params["preferred_element_type"] not in (None, x.dtype):
         return f"it sums {x.dtype} as {params['preferred_element_type']}"
     (_, _, *xs), (_, _, *ks) = params["dimension_numbers"].lhs_spec, params["dimension_numbers"].rhs_spec
@@ -295,7 +301,7 @@ def _ambient(how: str) -> Any:
 
 
 def _is_conv2d(params: dict[str, Any], kernel) -> bool:
-    """Whether it is one that `conv2d` knows, and so may do by tiles: 2-D, a small window, no groups, no dilation."""
+    """Whether `conv2d` can compute it: 2-D, a small window, no groups, no dilation."""
     return (
         len(params["window_strides"]) == 2
         and max(kernel.shape[:-2]) <= 7
@@ -310,7 +316,7 @@ def _max_pool(equation, x):
 
 
 def _window_max(params: dict[str, Any], x):
-    """``reduce_window_max`` with windows side by side as a reshape and a maximum, or None."""
+    """``reduce_window_max`` with windows that do not overlap as a reshape and a maximum, or None."""
     if not _side_by_side(params, x):
         return None
     window = params["window_dimensions"]

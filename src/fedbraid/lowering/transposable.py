@@ -1,7 +1,8 @@
-"""A linear function whose transpose is given rather than derived; a function computed by another one's equal.
+"""Two wrappers: a linear function with a given transpose, and a function with a faster implementation.
 
-`jax.custom_derivatives.linear_call` does this but cannot be mapped over (`vmap`), nor differentiated in what it is not
-linear in. Here both can be: mapped, it maps both functions; differentiated, it is differentiated through the first.
+`jax.custom_derivatives.linear_call` gives a transpose too, but it supports neither `vmap` nor derivatives with respect
+to the arguments in which the function is not linear. `linear` does: `vmap` maps both functions, and derivatives are
+those of the first.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def linear(forward: Callable, backward: Callable, residuals: PyTree, x: jax.Arra
 
 
 def computed_by(fast: Callable, plain: Callable) -> Callable:
-    """``plain``, computed by ``fast``, which gives the same and has no derivatives: they are those of ``plain``.
+    """``plain``, computed by ``fast``, which has the same values but no derivatives; these are those of ``plain``.
 
     >>> double = computed_by(lambda x: x + x, lambda x: 2 * x)
     >>> [float(value) for value in jax.jvp(double, (1.0,), (3.0,))]
@@ -87,7 +88,7 @@ def _batch(args, dims, *, forward, backward):
     *residuals, x = args
     *axes, at = dims
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
-    # mapped in any case: so is its cotangent
+    # x is always mapped, because its cotangent is
     x = jnp.broadcast_to(x, (size, *x.shape)) if at is None else jnp.moveaxis(x, at, 0)
     mapped = {
         name: jax.vmap(function, in_axes=(*axes, 0))

@@ -1,7 +1,6 @@
-"""Models as pure functions: the papers' networks, and doors for the user's own."""
+"""Models as pure functions: the papers' networks, and adapters for the user's own."""
 
 from fedbraid.lowering.operations import conv2d, max_pool
-from fedbraid.lowering.rewrite import fast_convolutions
 from fedbraid.models.cnn import emnist_cnn
 from fedbraid.models.layers import dropout
 from fedbraid.models.linear import least_squares, logistic, one_versus_all, softmax_regression
@@ -20,7 +19,6 @@ __all__ = [
     "conv2d",
     "dropout",
     "emnist_cnn",
-    "fast_convolutions",
     "from_equinox",
     "from_flax",
     "from_functions",

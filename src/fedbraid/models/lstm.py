@@ -20,8 +20,7 @@ import jax.numpy as jnp
 
 from fedbraid.core import check_choice
 from fedbraid.lowering import kernels
-from fedbraid.lowering.operations import along_weights, dense
-from fedbraid.lowering.transposable import computed_by, linear
+from fedbraid.lowering.operations import along_weights, computed_by, dense, linear
 from fedbraid.models.layers import dense_init, glorot_uniform
 from fedbraid.models.model import Array, Model, check_sizes, score_tokens, supervised
 

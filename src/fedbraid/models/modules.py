@@ -1,4 +1,4 @@
-"""Doors for models made elsewhere: equinox, flax, or plain functions."""
+"""Models written with other libraries: equinox, flax, or plain functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-from fedbraid.lowering.rewrite import fast_convolutions
 from fedbraid.models.model import SCORES, Array, Batch, Model, PyTree, mask_of, supervised
 
 Score = Callable[[Array, Array, Array], Mapping[str, tuple[Array, Array]]]
@@ -20,7 +19,7 @@ def from_functions(
     metrics: Callable[[PyTree, Batch], dict[str, tuple[Array, Array]]] | None = None,
     predict: Callable[[PyTree, Array], Array] | None = None,
 ) -> Model:
-    """A model from the user's own functions, with their convolutions made fast.
+    """A model from the user's own functions. The engine makes their convolutions fast (docs/lowering.md).
 
     Args:
         init: (key) -> params.
@@ -36,25 +35,19 @@ def from_functions(
     for name, function in (("init", init), ("loss", loss)):
         if not callable(function):
             raise ValueError(f"from_functions needs a callable {name}, got {function!r}")
-    fast_loss = fast_convolutions(loss)
 
     def loss_alone(params: PyTree, batch: Batch) -> dict[str, tuple[Array, Array]]:
         mask = mask_of(batch)
-        return {"loss": (mask * fast_loss(params, batch, None), mask)}
+        return {"loss": (mask * loss(params, batch, None), mask)}
 
     def no_predict(params: PyTree, x: Array) -> Array:
         raise ValueError("this model was made by from_functions without predict: pass predict=(params, x) -> outputs")
 
-    return Model(
-        init,
-        fast_loss,
-        fast_convolutions(metrics) if metrics else loss_alone,
-        fast_convolutions(predict) if predict else no_predict,
-    )
+    return Model(init, loss, metrics or loss_alone, predict or no_predict)
 
 
 def from_equinox(module: Any, *, score: str | Score = "classes", batched: bool = False) -> Model:
-    """A model from an equinox module, with its convolutions made fast.
+    """A model from an equinox module. The engine makes its convolutions fast (docs/lowering.md).
 
     ``params`` are the module's floating-point arrays; everything else in it is fixed. In training the module gets a
     ``key`` (one an example) if its call takes one; in evaluation it runs in ``equinox.nn.inference_mode`` without.
@@ -81,7 +74,7 @@ def from_equinox(module: Any, *, score: str | Score = "classes", batched: bool =
     _refuse_state(sample, eqx)
     takes_key = _takes(sample, "key")
 
-    # What is not a parameter (functions, flags, integer tables) is the same for every key.
+    # Everything else in the module (functions, flags, integer tables) is the same for every key.
     _, fixed = eqx.partition(make(jax.random.key(0)), eqx.is_inexact_array)
 
     def init(key):
@@ -97,7 +90,7 @@ def from_equinox(module: Any, *, score: str | Score = "classes", batched: bool =
             return network(x, key=key)
         return jax.vmap(lambda one, k: network(one, key=k))(x, jax.random.split(key, x.shape[0]))
 
-    return supervised(init, fast_convolutions(apply), _score(score))
+    return supervised(init, apply, _score(score))
 
 
 def from_flax(
@@ -108,10 +101,12 @@ def from_flax(
     training: Mapping[str, Any] | None = None,
     evaluation: Mapping[str, Any] | None = None,
 ) -> Model:
-    """A model from a ``flax.linen`` module, or anything with its ``init`` and ``apply``; convolutions are made fast.
+    """A model from a ``flax.linen`` module, or from any object with its ``init`` and ``apply``.
+
+    The engine makes its convolutions fast (docs/lowering.md).
 
     Args:
-        module: a module over whole batches, without state beside its parameters (no batch normalisation).
+        module: a module over whole batches, without state other than its parameters (no batch normalisation).
         example: an input of the right shape, with its batch axis, for ``module.init``.
         score: as in ``from_equinox``.
         training: further arguments of a training call, such as ``{"train": True}``; its key is ``rngs["dropout"]``.
@@ -149,7 +144,7 @@ def from_flax(
             return module.apply({"params": params}, x, **evaluation)
         return module.apply({"params": params}, x, rngs={"dropout": key}, **training)
 
-    return supervised(init, fast_convolutions(apply), _score(score))
+    return supervised(init, apply, _score(score))
 
 
 def _score(score: str | Score) -> Score:

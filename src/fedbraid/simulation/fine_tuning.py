@@ -19,7 +19,7 @@ import numpy as np
 from fedbraid.core import check_count, check_number
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.local import Batches, ClientData
-from fedbraid.lowering.rewrite import fast_convolutions
+from fedbraid.lowering import LoweringOptions, lower_function
 from fedbraid.simulation.evaluate import summarize
 
 __all__ = ["FEDAVG_ROW", "adaptation", "compare_adapted", "divide"]
@@ -59,7 +59,7 @@ def adaptation(
     """
     check_count("steps", steps)
     check_number("lr", lr, low=0)
-    loss = fast_convolutions(loss)
+    loss, metrics = (lower_function(function, LoweringOptions()) for function in (loss, metrics))
     batches = Batches(batch_size, steps=steps)
     tuning, query = _sets(data, support, seed)
     on_device = [{name: jnp.asarray(a) for name, a in split.arrays.items()} for split in (tuning, query)]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbraid.local import Fold, LocalWork
-from fedbraid.lowering.grown import extent_of, grow
+from fedbraid.lowering import extent_of, grow
 from fedbraid.simulation.plan import Plan, Timetable
 from fedbraid.simulation.tally import Bench, ClientResult, Tally, add_clients, zero_tally
 
@@ -74,7 +74,7 @@ class _LaneFold:
 
     @property
     def gather(self) -> bool:
-        return self.bench.exchange.reducer.gather
+        return self.bench.exchange.reducer.kind == "gather"
 
     # -- one client, by its slot
 

@@ -29,7 +29,7 @@ from fedbraid.core import Algorithm
 from fedbraid.costs import data_shapes
 from fedbraid.data.federated import Split
 from fedbraid.local import LocalWork
-from fedbraid.lowering.convolutions import with_convolutions
+from fedbraid.lowering import Lanes, lower
 from fedbraid.simulation import hosts
 from fedbraid.simulation.devices import total_memory
 from fedbraid.simulation.options import EngineOptions
@@ -63,6 +63,11 @@ class Plan(NamedTuple):
         """The plan in a sentence: "sequential", "chunks of 4", "8 lanes"."""
         chunks, lanes = f"chunks of {self.chunk}", f"{self.chunk} lanes"
         return {"sequential": "sequential", "chunks": chunks, "lanes": lanes}[self.kind]
+
+    @property
+    def lanes(self) -> Lanes:
+        """What the rewriting of programs must know of it."""
+        return Lanes(self.chunk if self.kind == "lanes" else 0, self.alike, self.usual)
 
     def record(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
@@ -258,7 +263,7 @@ def client_bytes(alg: Algorithm, params: Any, data: Any, options: EngineOptions)
     few = {n: jax.ShapeDtypeStruct((whole.cap, *s.shape[1:]), s.dtype) for n, s in whole.arrays.items()}
     own = replace(whole, arrays=few)
     largest = 0
-    for exchange in with_convolutions(alg, options.convolutions).exchanges:
+    for exchange in lower(alg, options).exchanges:
         down = jax.eval_shape(exchange.send, server)
         try:
             compiled = jax.jit(exchange.client).lower(down, state, own, key).compile()

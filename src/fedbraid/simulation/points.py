@@ -27,6 +27,7 @@ from fedbraid import address
 from fedbraid.core import Algorithm, finite
 from fedbraid.costs import cost, nbytes
 from fedbraid.data.federated import FederatedData, Split
+from fedbraid.lowering import lower_metrics
 from fedbraid.simulation import checkpoint
 from fedbraid.simulation.devices import client_mesh, replicated, sharded, total_memory
 from fedbraid.simulation.evaluate import client_values, in_batches, score, summarize
@@ -217,7 +218,8 @@ class Points:
         if test is not None:
             assert point.metrics is not None
             prepare = point.task.data.preprocess
-            scores = score(point.metrics, params, *test, clients=self.clients, preprocess=prepare)
+            metrics = lower_metrics(point.metrics, self.options)
+            scores = score(metrics, params, *test, clients=self.clients, preprocess=prepare)
             row = summarize(scores, self.study.prefix)
             clients = {self.study.prefix + name: client_values(sums) for name, sums in scores.items()}
         return row, clients, finite(params)

@@ -8,7 +8,7 @@ On each device a plan (see :mod:`fedbraid.simulation.plan`) runs them in sequenc
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -21,8 +21,7 @@ from fedbraid import address
 from fedbraid.core import Algorithm
 from fedbraid.data.federated import FederatedData
 from fedbraid.local import LocalWork
-from fedbraid.lowering.convolutions import with_convolutions
-from fedbraid.lowering.precision import with_precision
+from fedbraid.lowering import lower
 from fedbraid.simulation.arrival import Arrival, everyone
 from fedbraid.simulation.devices import AXIS, replicated
 from fedbraid.simulation.lanes import run_on_lanes
@@ -57,18 +56,14 @@ def compile_rounds(task: Task, plan: Plan, mesh: Mesh, options: EngineOptions, *
 
     local: each device holds the examples of its own clients only (streamed data); else every device holds all.
     """
-    rounds = _Rounds(_lowered(task, options), plan, mesh, options, local)
+    lowered = replace(task, algorithm=lower(task.algorithm, options))
+    rounds = _Rounds(lowered, plan, mesh, options, local)
     # every host must be able to read what comes out; on one host the compiler may leave it where it is
     everywhere = {"out_shardings": replicated(mesh)} if mesh.is_multi_process else {}
     return Program(
         partial(jax.jit, **everywhere)(rounds.many),
         partial(jax.jit, static_argnums=(0,), **everywhere)(rounds.exchange),
     )
-
-
-def _lowered(task: Task, options: EngineOptions) -> Task:
-    algorithm = with_convolutions(with_precision(task.algorithm, options.precision), options.convolutions)
-    return Task(algorithm, task.data, task.arrival)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +113,7 @@ class _Rounds:
         spread = partial(self.on_device, index)
         if self.plan.devices > 1:
             one, many = P(), P(AXIS)
-            each: Any = many if exchange.reducer.gather else one
+            each: Any = many if exchange.reducer.kind == "gather" else one
             spread = jax.shard_map(
                 spread,
                 mesh=self.mesh,
@@ -140,7 +135,7 @@ class _Rounds:
         exchange, plan = self.task.algorithm.exchanges[index], self.plan
         cap = int(self.task.data.train.sizes.max())
         bench = Bench(exchange, self.task.arrival, down, key, arrays, cap, self.task.data.preprocess, slots)
-        gather = exchange.reducer.gather
+        gather = exchange.reducer.kind == "gather"
         if plan.kind == "sequential":
             tally, states = _sequential(bench, gather, states)
         elif plan.kind == "lanes" and isinstance(exchange.client, LocalWork):

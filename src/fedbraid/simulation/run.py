@@ -9,9 +9,9 @@ from typing import Any
 import jax
 
 from fedbraid.core import Algorithm, check_count
-from fedbraid.costs import Cost, cost
+from fedbraid.costs import Cost, cost, data_shapes
 from fedbraid.data.federated import FederatedData, Split
-from fedbraid.lowering.rewrite import fast_convolutions
+from fedbraid.lowering import lower_metrics, notice_unmet
 from fedbraid.notices import notice
 from fedbraid.simulation import checkpoint, hosts
 from fedbraid.simulation.arrival import Arrival, everyone
@@ -82,6 +82,7 @@ def simulate(
     placement = place_run(alg, params, task.data, how, size, beside)
     if saved is not None:
         placement = placement.resumed(how, saved[1])
+    notice_unmet(alg, params, data_shapes(task.data), how, placement.plan.lanes)
     driver = compiled_rounds(task, params, placement, how, traffic, rounds=rounds, seed=seed)
     driver.seconds = CALL if on_progress is None else LOOK
     if checkpoints is not None:
@@ -149,7 +150,7 @@ def compiled_rounds(
 def _scorer(metrics: Callable, task: Task, options: EngineOptions) -> Callable[[PyTree], dict[str, Any]]:
     """(server) -> scores of its model on the test split."""
     assert task.data.test is not None
-    score = evaluator(fast_convolutions(metrics) if options.convolutions == "fast" else metrics, task.data.test)
+    score = evaluator(lower_metrics(metrics, options), task.data.test)
     return lambda server: summarize(score(task.algorithm.params(server)))
 
 

@@ -22,13 +22,14 @@ from jax.flatten_util import ravel_pytree
 from fedbraid.core import Algorithm, Exchange, Report, check_count
 from fedbraid.costs import cost
 from fedbraid.data.federated import FederatedData, Split
-from fedbraid.local import Fold, LocalWork, map_inputs, map_report
+from fedbraid.local import Fold, LocalWork
 from fedbraid.simulation.loop import RoundLoop, Schedule
 from fedbraid.simulation.options import EngineOptions
 from fedbraid.simulation.placement import place_run
 from fedbraid.simulation.plan import cohorts_of
 from fedbraid.simulation.program import Task
 from fedbraid.simulation.run import check_cohort, compiled_rounds, federated_data
+from fedbraid.transforms.clients import map_inputs, map_report
 
 __all__ = ["ShadowTrace", "draw_shadow", "trace_shadow"]
 
@@ -148,8 +149,8 @@ def _model_fold(alg: Algorithm, params: PyTree, step: Exchange) -> int | None:
 
 
 def _local_model(carry: Any) -> PyTree | None:
-    """A client's model during its local steps: ``params`` of the carry."""
-    return getattr(carry, "params", getattr(carry, "y", None))
+    """A client's model during its local steps: the field ``params`` of the carry, None where there is none."""
+    return getattr(carry, "params", None)
 
 
 def _recorded_fold(alg: Algorithm, params: PyTree, name: str | None) -> tuple[int, int]:
@@ -162,7 +163,7 @@ def _recorded_fold(alg: Algorithm, params: PyTree, name: str | None) -> tuple[in
     if not able:
         raise ValueError(
             "this algorithm has no shadow: no exchange's client is made of local steps with the model in their "
-            f"carry, as params or y (exchanges: {[e.name for e in alg.exchanges]})"
+            f"carry, as params (exchanges: {[e.name for e in alg.exchanges]})"
         )
     if name is None:
         name = "train" if "train" in names else names[-1]

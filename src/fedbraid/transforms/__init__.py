@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from fedbraid.core import Algorithm
-from fedbraid.transforms.byzantine import attack, mark
+from fedbraid.transforms.byzantine import attack
 from fedbraid.transforms.compression import qsgd, quantize, top_k
 from fedbraid.transforms.elastic_aggregation import elastic
 from fedbraid.transforms.privacy import adaptive_clip, clip, dp, epsilon, epsilon_by_round, is_private
@@ -30,7 +30,6 @@ __all__ = [
     "geometric_median",
     "is_private",
     "krum",
-    "mark",
     "median",
     "multi_krum",
     "norm_bound",

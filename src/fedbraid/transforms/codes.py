@@ -41,7 +41,7 @@ def per_byte(levels: int) -> int:
 )
 @dataclass(frozen=True)
 class Quantized:
-    """Whole numbers from ``-levels`` to ``levels`` times a scale per bucket, as many to a byte as go into one."""
+    """Whole numbers from ``-levels`` to ``levels`` times a scale per bucket, packed several to a byte if they fit."""
 
     packed: Any  # uint8
     scale: Any  # one per bucket
@@ -78,7 +78,7 @@ def quantized(key: Any, array: Any, *, levels: int, norm: Norm, bucket: int | No
     then exactly omega / (1 + omega) of the squared norm. Error feedback needs an error below 1, which an unbiased
     rounding to few levels alone does not have.
     """
-    wide = jnp.promote_types(array.dtype, jnp.float32)
+    wide = array.dtype if array.dtype.itemsize >= 4 else np.dtype(np.float32)
     x = array.reshape(-1).astype(wide)
     d = x.size
     width = d if bucket is None else min(bucket, d)

@@ -28,10 +28,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Var
 
 from fedbraid.core import Algorithm, Down, Exchange, Report, StructureError, Up, check_choice, check_count, check_number
-from fedbraid.local import map_report
+from fedbraid.transforms.clients import map_report
 from fedbraid.transforms.codes import Norm, Quantized, Sparse, decoded, place_dtype, quantized, quantized_bytes, sparse
 from fedbraid.transforms.uploads import Extended, change_exchanges, extend_client, recode, refuse_sealed, through
 
@@ -192,22 +191,6 @@ def _compress(
     return change_exchanges(extend_client(alg, nothing), exchanges, change)
 
 
-def _reads_pseudograd(exchange: Exchange, report: Report) -> bool:
-    """Whether a client's state, once reconciled, depends on the pseudograd as it was decoded."""
-    leaves, structure = jax.tree.flatten(report.up.pseudograd)
-
-    def reconciled(*decoded: Any) -> PyTree:
-        got = report.up._replace(pseudograd=jax.tree.unflatten(structure, decoded))
-        return exchange.reconcile(report.state, report.up, got)
-
-    jaxpr = jax.make_jaxpr(reconciled)(*leaves).jaxpr
-    reached = set(jaxpr.invars)
-    for equation in jaxpr.eqns:
-        if any(isinstance(atom, Var) and atom in reached for atom in equation.invars):
-            reached |= set(equation.outvars)
-    return any(isinstance(atom, Var) and atom in reached for atom in jaxpr.outvars)
-
-
 def _feed_back(exchange: Exchange, encode: Callable, decode: Callable, name: str) -> Exchange:
     def change(report: Report, down: Down, state: Extended, key: Any) -> Report:
         residual = state.own[exchange.name]
@@ -217,7 +200,7 @@ def _feed_back(exchange: Exchange, encode: Callable, decode: Callable, name: str
                 f"{exchange.name!r} is not like them; leave the feedback to the innermost compression, "
                 "or give error_feedback=False"
             )
-        if _reads_pseudograd(exchange, report):
+        if "pseudograd" in exchange.keeps:
             raise StructureError(
                 f"{name}: clients of exchange {exchange.name!r} set their state by what the server decoded of their "
                 "pseudograd, so what is rounded away comes back by itself; a residual would send it twice. "

@@ -8,7 +8,7 @@ model theta, without labels, how sensitive the output F is to each parameter i:
     g = grad ||F(theta; x)||^2        momentum:  Omega_k <- mu Omega_k + (1 - mu) |g|   batch by batch, from 0
                                       average:   Omega_k = sum |g| / |B_k|              (eq. 1)
 
-It uploads Omega_k beside its update; the server averages both with the same weights and scales the mean update by
+It uploads Omega_k with its update; the server averages both with the same weights and scales the mean update by
 
     zeta_i = 1 + tau - Omega_i / max_j Omega_j,
 
@@ -41,10 +41,10 @@ from fedbraid.core import (
     check_count,
     check_number,
     finite,
-    keep,
 )
-from fedbraid.local import MASK, Batches, ClientData, Fold, LocalWork, masked_mean
-from fedbraid.transforms.uploads import Decoding, averages, change_exchanges, refuse_sealed
+from fedbraid.local import MASK, Batches, Fold, LocalWork, grad, masked_mean
+from fedbraid.transforms.clients import with_fold
+from fedbraid.transforms.uploads import averages, change_exchanges, refuse_sealed
 
 __all__ = ["elastic", "elasticity"]
 
@@ -59,7 +59,7 @@ class Sensed(NamedTuple):
 
 
 class Sensing(NamedTuple):
-    """A client on its way over B_k."""
+    """A client's carry in its pass over B_k."""
 
     omega: PyTree
     seen: Any
@@ -111,7 +111,8 @@ def elastic(
 
     def change(one: Exchange) -> Exchange:
         refuse_sealed(one, "elastic")
-        return _receive_elastically(one._replace(client=_with_sense(one, sense)), tau)
+        _check_kept(one)
+        return _receive_elastically(one._replace(client=with_fold(one.client, sense, _sensed)), tau)
 
     rest = alg._replace(exchanges=tuple(e._replace(client=_on_the_rest(e.client, 1 - held_out)) for e in alg.exchanges))
     return change_exchanges(rest, [exchange], change, argument="exchange")
@@ -126,7 +127,7 @@ def _sensing(outputs: Callable, mu: Any, sensitivity: str, batches: Batches) -> 
         return Sensing(jax.tree.map(jnp.zeros_like, down.params), jnp.zeros((), jnp.result_type(float)))
 
     def step(at: Sensing, batch: dict, key: Any, down: Down) -> Sensing:
-        g = jax.grad(size)(down.params, batch)
+        g = grad(size)(down.params, batch)
         if sensitivity == "momentum":
             return Sensing(jax.tree.map(lambda o, g: mu * o + (1 - mu) * jnp.abs(g), at.omega, g), at.seen)
         n = jnp.sum(batch[MASK])
@@ -143,41 +144,18 @@ def _sensing(outputs: Callable, mu: Any, sensitivity: str, batches: Batches) -> 
     return Fold(start, step, finish, batches)
 
 
-def _with_sense(exchange: Exchange, sense: Fold) -> Callable:
-    """The client that reports its sensitivity too; a client cut into steps stays so."""
-    client = exchange.client
-
-    def add(report: Report, omega: PyTree) -> Report:
-        _check_state(exchange, report)
-        return report._replace(up=Up(report.up.pseudograd, Sensed(report.up.aux, omega)))
-
-    if isinstance(client, LocalWork):
-        inner = client.combine
-
-        def combine(results: tuple, down: PyTree, state: PyTree, key: Any) -> Report:
-            return add(inner(results[:-1], down, state, key), results[-1])
-
-        return LocalWork((*client.folds, sense), combine)
-
-    def opaque(down: Down, state: PyTree, data: ClientData, key: Any) -> Report:
-        return add(client(down, state, data, key), sense.run(down, state, data, key))
-
-    return opaque
-
-
-def _check_state(exchange: Exchange, report: Report) -> None:
+def _check_kept(exchange: Exchange) -> None:
     """Refuse clients that keep their pseudograd: the server scales it in a way that they cannot know."""
-    if exchange.reconcile is keep:
-        return
-    unread = Up(object(), report.up.aux)
-    try:
-        exchange.reconcile(report.state, unread, unread)
-    except Exception as error:
+    if "pseudograd" in exchange.keeps:
         raise StructureError(
             f"elastic over exchange {exchange.name!r} would part the server from its clients: they keep the update "
             "they sent (as in h = mean g_i), and the server takes another, scaled one. SCAFFOLD, whose clients keep "
             "only their aux, can be used"
-        ) from error
+        )
+
+
+def _sensed(report: Report, omega: PyTree) -> Report:
+    return report._replace(up=Up(report.up.pseudograd, Sensed(report.up.aux, omega)))
 
 
 def _on_the_rest(client: Callable, share: float) -> Callable:
@@ -194,7 +172,7 @@ def _on_the_rest(client: Callable, share: float) -> Callable:
 
 
 def _receive_elastically(exchange: Exchange, tau: Any) -> Exchange:
-    reducer, reconcile = exchange.reducer, exchange.reconcile
+    reducer = exchange.reducer
 
     def receive(server: PyTree, aggregate: Aggregate, key: Any) -> PyTree:
         zeta = elasticity(aggregate.up.aux.omega, tau)
@@ -203,8 +181,8 @@ def _receive_elastically(exchange: Exchange, tau: Any) -> Exchange:
 
     return exchange._replace(
         receive=receive,
-        reducer=_averaged(reducer) if averages(reducer) else _beside(reducer),
-        reconcile=keep if reconcile is keep else lambda state, meant, got: reconcile(state, _bare(meant), _bare(got)),
+        reducer=_averaged(reducer) if averages(reducer) else _with_omega(reducer),
+        reconcile=lambda state, meant, got: exchange.reconcile(state, _bare(meant), _bare(got)),
         admit=lambda up: exchange.admit(_bare(up)) & finite(up.aux.omega),
     )
 
@@ -214,32 +192,25 @@ def _bare(up: Up) -> Up:
 
 
 def _averaged(reducer: Reducer) -> Reducer:
-    """Update and sensitivity averaged alike: still a mean, so that another rule may take its place."""
-    lift = reducer.lift
-    decodes = []
-    while isinstance(lift, Decoding):
-        decodes.append(lift.decode)
-        lift = lift.lift
+    """Update and sensitivity, both averaged: still a mean, so that another rule may replace it."""
 
     def decode(up: Up) -> Up:
-        bare = _bare(up)
-        for one in decodes:
-            bare = one(bare)
+        bare = reducer.decode(_bare(up))
         return Up(bare.pseudograd, Sensed(bare.aux, up.aux.omega))
 
-    return reducer._replace(lift=Decoding(lift, decode)) if decodes else reducer
+    return MEAN._replace(lift=lambda up, weight: MEAN.lift(decode(up), weight), decode=decode)
 
 
-def _beside(reducer: Reducer) -> Reducer:
-    """The exchange's own reduction, and the weighted mean of the sensitivities beside it."""
+def _with_omega(reducer: Reducer) -> Reducer:
+    """The exchange's own reduction, and the weighted mean of the sensitivities."""
 
     def lift(up: Up, weight: Any) -> tuple[PyTree, PyTree]:
         return reducer.lift(_bare(up), weight), MEAN.lift(up.aux.omega, weight)
 
     def finish(combined: tuple[PyTree, PyTree], weight: Any, count: Any) -> Up:
         up, omega = reducer.finish(combined[0], weight, count), combined[1]
-        if reducer.gather:
+        if reducer.kind == "gather":
             omega = jax.tree.map(lambda leaf: jnp.sum(leaf, 0), omega)
         return Up(up.pseudograd, Sensed(up.aux, MEAN.finish(omega, jnp.sum(weight), count)))
 
-    return Reducer(lift, finish, reducer.gather)
+    return Reducer(lift, finish, kind=reducer.kind)

@@ -43,13 +43,11 @@ from fedbraid.core import (
     check_number,
     is_traced,
     is_zero,
-    keep,
 )
-from fedbraid.local import map_inputs, map_report
+from fedbraid.transforms.clients import map_inputs, map_report
 from fedbraid.transforms.codes import is_code, scaled
 from fedbraid.transforms.uploads import (
     Extended,
-    Sealed,
     averages,
     change_exchanges,
     check_bound,
@@ -228,13 +226,14 @@ def _adapt(exchange: Exchange, quantile: Any, rate: Any, noise: Noise) -> Exchan
         )
 
     def lift(up: Up, weight: Any) -> tuple[PyTree, Any]:
-        return inner.lift(_uncounted(up), weight), jnp.where(weight > 0, up.aux.within, 0).astype(
-            jnp.result_type(float)
-        )
+        within = up.aux.within.astype(jnp.result_type(float))
+        return inner.lift(_uncounted(up), weight), jnp.where(weight > 0, within, 0)
 
     def finish(combined: tuple[PyTree, Any], weight: Any, count: Any) -> Up:
         up = inner.finish(combined[0], weight, count)
-        return Up(up.pseudograd, Counted(up.aux, jnp.sum(combined[1]) / jnp.maximum(count, 1)))
+        return Up(
+            up.pseudograd, Counted(up.aux, jnp.sum(combined[1]) / jnp.maximum(count, 1).astype(combined[1].dtype))
+        )
 
     def receive(server: Extended, aggregate: Aggregate, key: Any) -> Extended:
         bound, share = server.own[name], aggregate.up.aux.within
@@ -246,15 +245,12 @@ def _adapt(exchange: Exchange, quantile: Any, rate: Any, noise: Noise) -> Exchan
         moved = (bound * jnp.exp(-rate * (share - quantile))).astype(bound.dtype)
         return server._replace(own=server.own | {name: moved})
 
-    reconcile = exchange.reconcile
     return exchange._replace(
         send=send,
         client=map_report(map_inputs(exchange.client, down=lambda down: Down(down.params, down.aux.aux)), change),
         receive=receive,
-        reducer=Reducer(lift, finish, inner.gather),
-        reconcile=keep
-        if reconcile is keep
-        else lambda state, meant, got: reconcile(state, _uncounted(meant), _uncounted(got)),
+        reducer=Reducer(lift, finish, kind=inner.kind),
+        reconcile=lambda state, meant, got: exchange.reconcile(state, _uncounted(meant), _uncounted(got)),
         admit=lambda up: exchange.admit(_uncounted(up)),
     )
 
@@ -299,38 +295,19 @@ def dp(
     >>> from fedbraid.algorithms import fedavg
     >>> alg = dp(fedavg(lambda params, batch, key: jnp.sum(params**2)), noise=0.8, bound=0.3)
     """
-    check_number("noise", noise, low=0)
-    check_bound("bound", bound)
-    check_choice("where", where, ("server", "clients"))
+    _check_noise(noise, bound, where, shares, quantile)
     check_number("delta", delta, low=0, high=1, open_low=True, open_high=True)
-    if where == "clients":
-        if shares is None:
-            raise ValueError("where='clients' needs shares: how many uploads make up the noise, such as the cohort")
-        check_count("shares", shares)
-    elif shares is not None:
-        raise ValueError(f"shares is for where='clients', got shares={shares!r} with where='server'")
-    if isinstance(bound, float) and bound == float("inf") and (quantile is not None or not is_zero(noise)):
-        raise ValueError("noise needs a finite bound: without one the sensitivity of the sum is infinite")
     for exchange in alg.exchanges:
         _check_private(exchange, where)
 
-    levels = Noise(noise, 0.0, shares)
-    if quantile is not None and not is_zero(noise):
-        bits = 5 * noise if bit_noise is None else check_number("bit_noise", bit_noise, low=0, open_low=True)
-        if not is_traced(bits) and not is_traced(noise) and 2 * bits <= noise:
-            raise ValueError(f"bit_noise must exceed noise / 2 = {noise / 2:g}, got {bits:g}: the bits alone cost more")
-        levels = Noise((noise**-2 - (2 * bits) ** -2) ** -0.5, bits, shares)
-    elif bit_noise is not None:
-        raise ValueError("bit_noise is for adaptive clipping with noise: give quantile, and a noise above 0")
+    levels = _levels(noise, shares, quantile, bit_noise)
 
     def level(report: Report, down: Down, state: PyTree, key: Any) -> Report:
         one = jnp.ones_like(jnp.asarray(report.weight))
         return report._replace(weight=one, metrics=report.metrics if metrics else {})
 
     def seal(exchange: Exchange) -> Exchange:
-        return exchange._replace(
-            client=map_report(exchange.client, level), receive=Sealed(exchange.receive, Promise(noise, shares, delta))
-        )
+        return exchange._replace(client=map_report(exchange.client, level), sealed=Promise(noise, shares, delta))
 
     if quantile is None:
         clipped = change_exchanges(alg, None, lambda exchange: _clip(exchange, bound, levels))
@@ -339,15 +316,41 @@ def dp(
     return change_exchanges(clipped, None, seal)
 
 
+def _check_noise(noise: Any, bound: Any, where: str, shares: int | None, quantile: Any) -> None:
+    check_number("noise", noise, low=0)
+    check_bound("bound", bound)
+    check_choice("where", where, ("server", "clients"))
+    if where == "clients":
+        if shares is None:
+            raise ValueError("where='clients' needs shares: how many uploads make up the noise, such as the cohort")
+        check_count("shares", shares)
+    elif shares is not None:
+        raise ValueError(f"shares is for where='clients', got shares={shares!r} with where='server'")
+    if isinstance(bound, float) and bound == float("inf") and (quantile is not None or not is_zero(noise)):
+        raise ValueError("noise needs a finite bound: without one the sensitivity of the sum is infinite")
+
+
+def _levels(noise: Any, shares: int | None, quantile: Any, bit_noise: Any) -> Noise:
+    """The noise on the uploads and on the bits of adaptive clipping, which together cost what ``noise`` costs."""
+    if quantile is not None and not is_zero(noise):
+        bits = 5 * noise if bit_noise is None else check_number("bit_noise", bit_noise, low=0, open_low=True)
+        if not is_traced(bits) and not is_traced(noise) and 2 * bits <= noise:
+            raise ValueError(f"bit_noise must exceed noise / 2 = {noise / 2:g}, got {bits:g}: the bits alone cost more")
+        return Noise((noise**-2 - (2 * bits) ** -2) ** -0.5, bits, shares)
+    if bit_noise is not None:
+        raise ValueError("bit_noise is for adaptive clipping with noise: give quantile, and a noise above 0")
+    return Noise(noise, 0.0, shares)
+
+
 def _check_private(exchange: Exchange, where: str) -> None:
-    if isinstance(exchange.receive, Sealed):
+    if exchange.sealed is not None:
         raise ValueError("dp over dp would add noise twice and promise only the outer: apply it once")
     if not averages(exchange.reducer, uniform=True):
         raise ValueError(
             f"dp needs uploads that are averaged, so that one client moves the sum by at most the bound; exchange "
             f"{exchange.name!r} reduces them in another way"
         )
-    if where == "server" and exchange.reconcile is not keep:
+    if where == "server" and exchange.keeps:
         raise ValueError(
             f"noise at the server over exchange {exchange.name!r} would part the server from its clients, which keep "
             "what they uploaded (as in c = mean c_i): let the clients add it, where='clients' and shares"
@@ -409,7 +412,7 @@ def is_private(alg: Algorithm) -> bool:
     >>> is_private(alg), is_private(dp(alg))
     (False, True)
     """
-    return all(isinstance(exchange.receive, Sealed) for exchange in alg.exchanges)
+    return all(exchange.sealed is not None for exchange in alg.exchanges)
 
 
 def epsilon_by_round(
@@ -431,15 +434,14 @@ def epsilon_by_round(
     [1.21, 1.24, 1.25]
     """
     for exchange in alg.exchanges:
-        if not isinstance(exchange.receive, Sealed):
+        if exchange.sealed is None:
             raise ValueError(f"exchange {exchange.name!r} promises no privacy: apply dp to the algorithm")
-        delta = exchange.receive.promise.delta if delta is None else delta
+        delta = exchange.sealed.delta if delta is None else delta
     _check_account(sampling, rounds, delta)
     assert delta is not None
     groups: list[np.ndarray] = []  # per cohort and round: sum of 1 / z^2 over its exchanges
     for exchange in alg.exchanges:
-        assert isinstance(exchange.receive, Sealed)
-        spent = _spent(exchange.name, exchange.receive.promise, rounds, history)
+        spent = _spent(exchange.name, exchange.sealed, rounds, history)
         if exchange.cohort == "same":
             groups[-1] = groups[-1] + spent
         else:

@@ -28,10 +28,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedbraid.core import Algorithm, Exchange, Reducer, check_count, check_number, keep
+from fedbraid.core import Algorithm, Exchange, Reducer, check_count, check_number
 from fedbraid.transforms.codes import scaled
 from fedbraid.transforms.uploads import (
-    Decoding,
     averages,
     change_exchanges,
     check_bound,
@@ -62,7 +61,7 @@ def _by_rule(name: str, alg: Algorithm, rule: Rule, exchanges: Sequence[str] | N
 
     def change(exchange: Exchange) -> Exchange:
         refuse_sealed(exchange, name)
-        if exchange.reconcile is not keep:
+        if exchange.keeps:
             raise ValueError(
                 f"{name} over exchange {exchange.name!r} would part the server from its clients: they keep what they "
                 "uploaded, and only a mean of the uploads agrees with the mean of what is kept (as in c = mean c_i). "
@@ -73,22 +72,18 @@ def _by_rule(name: str, alg: Algorithm, rule: Rule, exchanges: Sequence[str] | N
                 f"{name} takes the place of the mean, but exchange {exchange.name!r} does not average its uploads: its "
                 "own reduction would be lost"
             )
-        return exchange._replace(reducer=Reducer(_behind(exchange.reducer.lift), finish, gather=True))
+        decode = exchange.reducer.decode
+        return exchange._replace(reducer=Reducer(lambda up, weight: decode(up), finish, kind="gather", decode=decode))
 
     return change_exchanges(alg, exchanges, change)
 
 
-def _behind(lift: Callable) -> Callable:
-    """The lift that keeps uploads apart, behind the same decodings."""
-    return Decoding(_behind(lift.lift), lift.decode) if isinstance(lift, Decoding) else _plain
-
-
-def _plain(up: PyTree, weight: Any) -> PyTree:
-    del weight
-    return up
-
-
 # --- coordinate by coordinate ----------------------------------------------------------------------------------------
+
+
+def _real(count: Any) -> Any:
+    """A count as a real number of the default precision."""
+    return count.astype(jnp.result_type(float))
 
 
 def _column(mask: Any, leaf: Any) -> Any:
@@ -101,7 +96,7 @@ def _sorted(leaf: Any, there: Any) -> Any:
 
 
 def _trimmed(stacked: PyTree, there: Any, cut: Any, n: Any) -> PyTree:
-    """The mean of every coordinate without its ``cut`` least and greatest values; 0 if nobody is there."""
+    """The mean of every coordinate without its ``cut`` least and greatest values; 0 if there are no uploads."""
     place = jnp.arange(len(there))
     used = (place >= cut) & (place < n - cut)
 
@@ -117,8 +112,8 @@ def median(alg: Algorithm, *, exchanges: Sequence[str] | None = None) -> Algorit
 
     >>> from fedbraid.algorithms import fedavg
     >>> alg = median(fedavg(lambda params, batch, key: jnp.sum(params**2)))
-    >>> alg.exchanges[0].reducer.gather
-    True
+    >>> alg.exchanges[0].reducer.kind
+    'gather'
     """
     return _by_rule("median", alg, _median, exchanges)
 
@@ -136,7 +131,7 @@ def trimmed_mean(alg: Algorithm, *, trim: Any = 0.2, exchanges: Sequence[str] | 
     check_number("trim", trim, low=0, high=0.5, open_high=True)
 
     def rule(stacked: PyTree, there: Any, n: Any) -> PyTree:
-        cut = jnp.minimum(jnp.ceil(trim * n - 1e-6).astype(n.dtype), jnp.maximum(n - 1, 0) // 2)
+        cut = jnp.minimum(jnp.ceil(trim * _real(n) - 1e-6).astype(n.dtype), jnp.maximum(n - 1, 0) // 2)
         return _trimmed(stacked, there, cut, n)
 
     return _by_rule("trimmed_mean", alg, rule, exchanges)
@@ -175,7 +170,7 @@ def geometric_median(alg: Algorithm, *, iterations: int = 32, exchanges: Sequenc
         least = jnp.where((middle > 0) & (n > 0), middle * jnp.sqrt(tiny.eps), jnp.sqrt(tiny.tiny))
 
         def step(_: Any, point: PyTree) -> PyTree:
-            return _mean_of(stacked, there / jnp.maximum(distances(point), least))
+            return _mean_of(stacked, there.astype(least.dtype) / jnp.maximum(distances(point), least))
 
         return jax.lax.fori_loop(0, iterations, step, first)
 
@@ -211,9 +206,9 @@ def _krum(name: str, alg: Algorithm, fraction: Any, kept: Any, exchanges: Sequen
     check_number("fraction", fraction, low=0, high=0.5, open_high=True)
 
     def rule(stacked: PyTree, there: Any, n: Any) -> PyTree:
-        bad = jnp.ceil(fraction * n - 1e-6).astype(n.dtype)
+        bad = jnp.ceil(fraction * _real(n) - 1e-6).astype(n.dtype)
         scores = _krum_scores(stacked, there, jnp.maximum(n - bad - 2, 1))
-        many = 1 if kept is None else jnp.maximum(jnp.floor(kept * n + 1e-6).astype(n.dtype), 1)
+        many = 1 if kept is None else jnp.maximum(jnp.floor(kept * _real(n) + 1e-6).astype(n.dtype), 1)
         last = jnp.sort(scores)[many - 1]
         return _mean_of(stacked, (there & (scores <= last * (1 + 1e-5))).astype(last.dtype))
 
@@ -256,7 +251,7 @@ def norm_bound(alg: Algorithm, *, bound: Any = 1.0, exchanges: Sequence[str] | N
 
     def change(exchange: Exchange) -> Exchange:
         refuse_sealed(exchange, "norm_bound")
-        return recode(exchange, lambda up, down, key: up, decode)
+        return recode(exchange, lambda up, down, key: up, decode, mixes=True)
 
     return change_exchanges(alg, exchanges, change)
 
@@ -264,7 +259,7 @@ def norm_bound(alg: Algorithm, *, bound: Any = 1.0, exchanges: Sequence[str] | N
 def admit_if(
     alg: Algorithm, predicate: Callable[[PyTree], Any], *, exchanges: Sequence[str] | None = None
 ) -> Algorithm:
-    """Uploads for which ``predicate(up)`` is False count as not arrived, beside those refused already.
+    """Uploads for which ``predicate(up)`` is False count as not arrived; those refused already stay refused.
 
     Every exchange refuses uploads that are not finite unless it says otherwise (:func:`fedbraid.core.finite`).
 

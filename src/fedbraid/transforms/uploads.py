@@ -1,38 +1,33 @@
-"""What transforms share: an upload changed on its way, and more state on the server or on the clients.
+"""What transforms share: uploads that are encoded and decoded, and more state on the server or on the clients.
 
 A transform that changes uploads is a pair: ``encode`` at the end of the client's work and ``decode`` at the server's
-door. The client also runs ``decode`` and tells the algorithm inside, by its ``reconcile``, how its upload will be read;
-so the states of clients and server stay in agreement however many such pairs are stacked.
+side. The client also runs ``decode`` and corrects its state, by the algorithm's ``reconcile``, to the upload as the
+server will read it. So the states of clients and server agree, however many such pairs are stacked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from fedbraid.core import (
-    MEAN,
-    UNIFORM_AUX,
-    Aggregate,
     Algorithm,
     Exchange,
     Reducer,
     Report,
     StructureError,
+    Up,
     check_number,
-    keep,
+    same,
 )
-from fedbraid.local import map_inputs, map_report
+from fedbraid.transforms.clients import map_inputs, map_report
 from fedbraid.transforms.codes import decoded, is_code
 
 __all__ = [
-    "Decoding",
     "Extended",
-    "Sealed",
     "averages",
     "change_exchanges",
     "check_bound",
@@ -47,38 +42,31 @@ __all__ = [
 PyTree = Any
 
 
-def same(up: PyTree) -> PyTree:
-    """The decoding of uploads that arrive in the algorithm's own form."""
-    return up
+# --- uploads that are encoded and decoded ----------------------------------------------------------------------------
 
 
-# --- an upload changed on its way ------------------------------------------------------------------------------------
+def through(decode: Callable, exchange: Exchange, *, mixes: bool = False) -> Exchange:
+    """The exchange whose server reads ``decode(upload)``: in its reducer, its admission and its reconciliation.
 
+    mixes: each part of ``decode(upload)`` depends on all of the upload. Otherwise its pseudograd depends on the
+        upload's pseudograd alone, and its aux on the upload's aux.
+    """
+    inner, reducer = exchange, exchange.reducer
 
-@dataclass(frozen=True, eq=False)
-class Decoding:
-    """A reducer's lift behind a decoding: apart, so that what lies behind can be seen (see :func:`averages`)."""
+    def reconcile(state: PyTree, meant: PyTree, got: PyTree) -> PyTree:
+        return inner.reconcile(state, decode(meant), decode(got))
 
-    lift: Callable
-    decode: Callable
-
-    def __call__(self, up: PyTree, weight: Any) -> PyTree:
-        return self.lift(self.decode(up), weight)
-
-
-def through(decode: Callable, exchange: Exchange) -> Exchange:
-    """The exchange whose server reads ``decode(upload)``: in its reducer, its admission and its reconciliation."""
-    if decode is same:
-        return exchange
-    inner = exchange.reconcile
     return exchange._replace(
-        reducer=exchange.reducer._replace(lift=Decoding(exchange.reducer.lift, decode)),
-        admit=lambda up: exchange.admit(decode(up)),
-        reconcile=keep if inner is keep else lambda state, meant, got: inner(state, decode(meant), decode(got)),
+        reducer=reducer._replace(
+            lift=lambda up, weight: reducer.lift(decode(up), weight), decode=lambda up: reducer.decode(decode(up))
+        ),
+        admit=lambda up: inner.admit(decode(up)),
+        reconcile=reconcile if inner.keeps else inner.reconcile,
+        keeps=Up._fields if mixes and inner.keeps else inner.keeps,
     )
 
 
-def recode(exchange: Exchange, encode: Callable, decode: Callable = same) -> Exchange:
+def recode(exchange: Exchange, encode: Callable, decode: Callable = same, *, mixes: bool = False) -> Exchange:
     """The exchange whose client sends ``encode(up, down, key)``, read by the server through ``decode``."""
 
     def change(report: Report, down: PyTree, state: PyTree, key: Any) -> Report:
@@ -86,19 +74,15 @@ def recode(exchange: Exchange, encode: Callable, decode: Callable = same) -> Exc
         sent = encode(report.up, down, key)
         return report._replace(up=sent, state=exchange.reconcile(report.state, report.up, decode(sent)))
 
-    return through(decode, exchange)._replace(client=map_report(exchange.client, change))
+    return through(decode, exchange, mixes=mixes)._replace(client=map_report(exchange.client, change))
 
 
 def averages(reducer: Reducer, *, uniform: bool = False) -> bool:
-    """Whether uploads, once decoded, are simply averaged: the case in which another rule may take the mean's place.
+    """Whether decoded uploads are averaged by their weights: then another rule may replace the mean.
 
-    ``uniform``: all weights are equal, so that it does not matter if the aux is averaged without them.
+    ``uniform``: all weights are equal, so that the aux may be averaged without them.
     """
-    lift = reducer.lift
-    while isinstance(lift, Decoding):
-        lift = lift.lift
-    means = (MEAN, UNIFORM_AUX) if uniform else (MEAN,)
-    return not reducer.gather and any(lift is m.lift and reducer.finish is m.finish for m in means)
+    return reducer.mean in (("weighted", "uniform-aux") if uniform else ("weighted",))
 
 
 def change_exchanges(
@@ -118,7 +102,7 @@ def change_exchanges(
 
 
 class Extended(NamedTuple):
-    """A state with a transform's own beside it."""
+    """The state of the algorithm inside, and the transform's own."""
 
     inner: PyTree
     own: PyTree
@@ -161,7 +145,7 @@ def extend_client(alg: Algorithm, first: Callable[[PyTree], PyTree]) -> Algorith
 
         return exchange._replace(
             client=map_report(map_inputs(exchange.client, state=_inner), change),
-            reconcile=keep if inner is keep else reconcile,
+            reconcile=reconcile,
         )
 
     return alg._replace(
@@ -173,20 +157,9 @@ def extend_client(alg: Algorithm, first: Callable[[PyTree], PyTree]) -> Algorith
 # --- privacy is the last to touch an upload --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Sealed:
-    """A ``receive`` whose promise holds for the uploads exactly as they leave the clients below it."""
-
-    receive: Callable
-    promise: Any = None
-
-    def __call__(self, server: PyTree, aggregate: Aggregate, key: Any) -> PyTree:
-        return self.receive(server, aggregate, key)
-
-
 def refuse_sealed(exchange: Exchange, what: str) -> None:
     """Refuse to change uploads that privacy has already bounded and accounted for."""
-    if isinstance(exchange.receive, Sealed):
+    if exchange.sealed is not None:
         raise ValueError(
             f"{what} over dp would change uploads after their sensitivity was bounded, and the promised epsilon would "
             f"be wrong: put dp outside, dp({what}(algorithm))"
@@ -211,7 +184,7 @@ def norm(up: PyTree) -> Any:
     arrays = [decoded(leaf) for _, leaf in leaves]
     largest = jnp.max(jnp.stack([jnp.max(jnp.abs(a), initial=0) for a in arrays])) if arrays else jnp.zeros(())
     unit = jnp.where(largest > 0, largest, 1)
-    # an upload of inf or NaN has the norm NaN, so that it is refused at the door
+    # an upload of inf or NaN has the norm NaN, so that it is refused
     return largest * jnp.sqrt(sum(jnp.sum((a / unit.astype(a.dtype)) ** 2) for a in arrays))
 
 

@@ -1,6 +1,7 @@
-"""Kernels for NVIDIA GPUs, written in Pallas: what XLA does in several passes over memory, in one.
+"""Kernels for NVIDIA GPUs, written in Pallas: they do in one pass over memory what XLA does in several.
 
-Import the modules where they are used: Pallas takes a while to load, and most machines have no use for it.
+Import the modules inside the functions that use them: Pallas takes long to load, and machines without a GPU do not
+need it.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ PRECISION = "jax_default_matmul_precision"
 
 
 def platform() -> str:
-    """Where what is traced now runs."""
+    """The platform for which programs are traced now."""
     device = getattr(jax.config, DEVICE)
     return jax.default_backend() if device is None else getattr(device, "platform", device)
 
 
 def available() -> bool:
-    """Whether what is traced now runs where these kernels do."""
+    """Whether programs are traced for a GPU that runs these kernels."""
     return platform() in ("gpu", "cuda") and _recent()
 
 
@@ -40,16 +41,16 @@ def _recent() -> bool:
 
 
 def interpreted() -> bool:
-    """Whether kernels are played rather than run: on a CPU, for tests."""
+    """Whether kernels run in Pallas' interpret mode: on a CPU, for tests."""
     return jax.default_backend() == "cpu"
 
 
 def precision() -> Literal["exact", "default", "bfloat16"]:
-    """How products of float32 are asked for where this is called."""
+    """The precision that is set for products of float32 where this is called."""
     how = str(getattr(jax.config, PRECISION))
     return "exact" if how in EXACT else "bfloat16" if how in HALF else "default"
 
 
 def stored() -> Any:
-    """The type in which values between two kernels are kept."""
+    """The dtype in which one kernel stores its output for the next."""
     return jnp.bfloat16 if precision() == "bfloat16" else jnp.float32

@@ -1,13 +1,13 @@
 """A convolution and what follows it, as one kernel: its bias, ReLU, and a max pool over cells of 2 x 2.
 
-Left to themselves, the steps after a convolution read and write its whole output several times, forwards and backwards,
-which takes as long as the convolution. Here what leaves a kernel is what the next layer reads.
+Compiled separately, the operations after a convolution read and write its whole output several times, forwards and
+backwards, which takes as long as the convolution. Here a kernel writes only what the next layer reads.
 
-With a pool, a program computes the four values of its cells side by side, so that a value of the images, once loaded,
-serves all of them, and writes only the largest and which one it was. Going back, the gradient of the convolution is
-made from these two where it is used: the cell's value at one of its four places, zero at the others.
+With a pool, a program computes the four values of each of its cells together, so that a value of the images is loaded
+once for all four. It writes only the largest one and its place in the cell. In the backward pass the gradient of the
+convolution is computed from these two where it is used: the cell's value at that place, zero at the other three.
 
-Weights and bias come as one matrix [kh kw C + 1, O], the bias last: both gradients leave the same kernel.
+Weights and bias are one matrix [kh kw C + 1, O], the bias last: one kernel computes both gradients.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["convolve_relu", "convolve_relu_pool", "pools"]
 Array = jax.Array
 LEAST_CHANNELS, MOST_PLACES = 16, 9
 SLOTS = tuple(product((0, 1), (0, 1)))  # the places of a cell
-DEAD = len(SLOTS)  # stands for the place of a cell that the ReLU cut off
+DEAD = len(SLOTS)  # marks a cell whose maximum the ReLU set to zero
 
 
 class Tiles(NamedTuple):
@@ -326,7 +326,7 @@ def _forward_kernel(x_ref, k_ref, b_ref, y_ref, which_ref, *, size, geometry, t,
                     totals[slot] += jnp.dot(values, weights[q, block], preferred_element_type=jnp.float32)
     best, which = totals[0], jnp.zeros(totals[0].shape, jnp.int32)
     for slot, value in enumerate(totals[1:], 1):
-        better = (value > best) | (value != value)  # what is not a number must not go unseen
+        better = (value > best) | (value != value)  # NaN must not be lost
         best, which = jnp.where(better, value, best), jnp.where(better, slot, which)
     best += bias[None, :]
     dead = best <= 0

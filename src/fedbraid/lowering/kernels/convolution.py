@@ -1,4 +1,4 @@
-"""Convolutions on a GPU as one kernel: windows are gathered where they are multiplied and never written to memory.
+"""Convolutions on a GPU as one kernel, which gathers windows and multiplies them without writing them to memory.
 
 A convolution as a product of patches with a kernel (im2col) writes every value of an image to memory once for each
 place of the window, and reads it again. With kernels that differ from client to client this traffic is most of the time
@@ -235,7 +235,7 @@ def _forward_kernel(x_ref, k_ref, *refs, size, geometry, t, shape):
     total = lax.fori_loop(0, -(-depth // t.inner), step, jnp.zeros((t.positions, t.outer), jnp.float32))
     for ref in bias_ref:
         total += gpu.load(ref.at[jnp.zeros_like(o), o], mask=o < out, other=0.0)[None, :]
-        total = jnp.where(total <= 0, 0.0, total)  # what is not a number stays
+        total = jnp.where(total <= 0, 0.0, total)  # keeps NaN
     at = first + jnp.arange(t.positions)
     rows, columns = jnp.broadcast_to(at[:, None], total.shape), jnp.broadcast_to(o[None, :], total.shape)
     gpu.store(y_ref.at[rows, columns], total.astype(y_ref.dtype), mask=places.real[:, None] & (o < out)[None, :])

@@ -1,8 +1,8 @@
-"""Products with a matrix that was given as rows, on a GPU: ``left' right`` of which some first rows are there so far.
+"""Products with a matrix that is stored as rows, ``left' right``, on a GPU; only the first rows are filled so far.
 
-A client that takes few steps adds little to its weights: each step one row of ``left`` [R, d] and of ``right`` [R, o]
-for every example of a batch. Of ``left``, the long one, these kernels read the rows that are there and no more, and of
-several clients together each its own number of them.
+A client that takes few steps adds little to its weights: each step adds one row to ``left`` [R, d] and one to ``right``
+[R, o] for every example of a batch. These kernels read the filled rows of ``left``, the longer one, and no others; each
+of several clients has its own count.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OUTER = {2: Tiles(rows=64, columns=128, warps=4, stages=2), 4: Tiles(rows=16, co
 
 
 def empty(shape: tuple[int, ...], dtype) -> Array:
-    """Memory that holds anything."""
+    """An uninitialised buffer."""
     return pl.pallas_call(
         lambda _: None,
         out_shape=jax.ShapeDtypeStruct(shape, dtype),
@@ -155,8 +155,8 @@ def _total_kernel(which_ref, left_ref, right_ref, out_ref, *, d: int, o: int, co
 def added(left: Array, rows: Array, count: Array, after: tuple[Array, ...] = ()) -> Array:
     """``left`` with ``rows`` written behind its first ``count``, in place, as far as there is room.
 
-    ``after`` are values whose computation reads left as it was: the compiler, which does not look into a kernel, then
-    knows that nobody needs the old one any more, and makes no copy.
+    ``after`` are values that are computed from the old left. As inputs they make the compiler run this kernel last, so
+    that it can write in place and makes no copy.
     """
     b, d = rows.shape
     width = power(d, most=COPIED)

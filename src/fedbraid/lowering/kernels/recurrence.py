@@ -1,9 +1,9 @@
-"""The positions of an LSTM on a GPU: two kernels for each, a product and all the rest.
+"""The positions of an LSTM on a GPU: two kernels for each, the product and everything else.
 
-Left to itself XLA makes six or seven kernels of a position: the product with the recurrent weights, the gates, one for
-every array that is written to, and one that counts. Most take as long to start as to run. Here what follows the product
-is one kernel, which writes into the arrays of all positions where they are, and counts. Products stay XLA's, which
-tunes them.
+XLA alone makes six or seven kernels of a position: the product with the recurrent weights, the gates, one for every
+array that is written to, and one for the counter. Most take as long to start as to run. Here everything after the
+product is one kernel, which writes in place into the arrays of all positions and increments the counter. The products
+are XLA's, which tunes them.
 """
 
 from __future__ import annotations

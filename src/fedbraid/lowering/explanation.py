@@ -1,0 +1,159 @@
+"""What lowering does to the clients of an algorithm, in words; and what was asked of it that does not apply."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from fedbraid.core import Algorithm, Exchange
+from fedbraid.local import ClientData, Fold, LocalWork
+from fedbraid.lowering import kernels
+from fedbraid.lowering.grown import Growth, extent_of, grow
+from fedbraid.lowering.options import LoweringOptions
+from fedbraid.lowering.programs import lower
+from fedbraid.lowering.rewrite import recording
+from fedbraid.lowering.transposable import linear_p
+from fedbraid.notices import notice
+
+__all__ = ["Explanation", "Lanes", "explain", "notice_unmet"]
+
+PyTree = Any
+
+
+class Lanes(NamedTuple):
+    """What the plan "lanes" decides of a program: matrices grow on lanes only."""
+
+    lanes: int = 0  # clients at a time; 0: the plan is another one
+    most: int = 0  # examples of the longest client; 0: the bound of the client's data
+    usual: int = 0  # examples of a typical client; 0: as the longest
+
+
+NO_LANES = Lanes()
+
+
+class Explanation(NamedTuple):
+    """For each exchange, by name, lines about the program that its clients run."""
+
+    convolutions: dict[str, list[str]]  # one for every convolution and max pool: how it runs, or why it is XLA's
+    matrices: dict[str, list[str]]  # one for every matrix that is, or could be, stored as rows
+    kernels: dict[str, list[str]]  # the GPU kernels of this library that it calls
+
+    def grown(self) -> list[str]:
+        """The lines of matrices that are stored as rows."""
+        return [line for lines in self.matrices.values() for line in lines if GROWN in line]
+
+
+GROWN = "the shared matrix plus"
+
+
+def explain(
+    alg: Algorithm, params: PyTree, data: ClientData, options: LoweringOptions, on: Lanes = NO_LANES
+) -> Explanation:
+    """How clients of ``alg`` run. ``params`` and ``data`` may be shapes; nothing is computed.
+
+    >>> from fedbraid.algorithms import fedavg
+    >>> def loss(params, batch, key):
+    ...     return jnp.sum(jax.lax.conv(batch["x"], params, (1, 1), "SAME") ** 2)
+    >>> data = ClientData.of({"x": jnp.ones((5, 1, 8, 8))})
+    >>> explain(fedavg(loss, batch_size=5), jnp.ones((2, 1, 3, 3)), data, LoweringOptions()).convolutions["train"]
+    ['convolution of (5, 1, 8, 8) with (2, 1, 3, 3): matrix products']
+    """
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    server, state = jax.eval_shape(alg.init, params), jax.eval_shape(alg.init_client, params)
+    found = Explanation({}, {}, {})
+    # convolutions that stay native are found by rewriting them here
+    rewritten, lowered = lower(alg, LoweringOptions(precision=options.precision)), lower(alg, options)
+    for exchange, other in zip(lowered.exchanges, rewritten.exchanges, strict=True):
+        down = jax.eval_shape(exchange.send, server)
+        with recording() as record:
+            jax.eval_shape(other.client, down, state, data, key)
+        lines = [line for part in record.values() for line in part]
+        if options.convolutions == "native":
+            lines = [f"{line.split(': ')[0]}: left to XLA, as asked" for line in lines]
+        found.convolutions[exchange.name] = lines
+        names: Counter[str] = Counter()
+        found.matrices[exchange.name] = _matrices(exchange, down, state, data, key, options, on, names)
+        if not (on.lanes and isinstance(exchange.client, LocalWork)):
+            names.update(_kernel_names(jax.make_jaxpr(exchange.client)(down, state, data, key).jaxpr))
+        found.kernels[exchange.name] = [f"{name} x {count}" for name, count in sorted(names.items())]
+    return found
+
+
+def _matrices(
+    exchange: Exchange, down, state, data, key, options: LoweringOptions, on: Lanes, names: Counter
+) -> list[str]:
+    """Lines about matrices; ``names`` gets the kernels of the steps that run on lanes."""
+    lines: list[str] = []
+    if not (on.lanes and isinstance(exchange.client, LocalWork)):
+        return lines
+
+    def look(fold: Fold, down: PyTree, state: PyTree, data: ClientData, key: Any) -> None:
+        slot = k = jnp.int32(0)
+        growth = grow(
+            lambda _: fold.begin(down, state, key),
+            lambda _, k, carry: fold.advance(carry, k, down, data, key),
+            (slot, k),
+            extent_of(fold, on.most or data.cap, on.usual, on.lanes),
+            options.matrices,
+        )
+        carry = fold.begin(down, state, key)
+        lines.extend(_lines(growth, carry))
+        rows = jax.tree.map(lambda a: a[0], growth.empty(1))
+        names.update(_kernel_names(jax.make_jaxpr(growth.step)(slot, k, growth.rest(carry), rows).jaxpr))
+
+    for fold in exchange.client.folds:
+        jax.eval_shape(partial(look, fold), down, state, data, key)
+    return lines
+
+
+def _lines(growth: Growth, carry: PyTree) -> Iterator[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(carry)
+
+    def named(leaf: int) -> str:
+        path, value = leaves[leaf]
+        return f"carry{jax.tree_util.keystr(path)} {value.shape}"
+
+    for site in growth.sites:
+        yield f"{named(site.leaf)}: {GROWN} {site.rows} rows a step, {site.most} at most"
+    for leaf, reason in sorted(growth.whole.items()):
+        yield f"{named(leaf)}: whole, {reason}"
+
+
+def _kernel_names(jaxpr: Jaxpr) -> Iterator[str]:
+    """Names of the Pallas kernels that a program calls, one for each call."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            yield str(equation.params["name"])
+            continue
+        if equation.primitive is linear_p:
+            avals: list[Any] = [atom.aval for atom in equation.invars]
+            shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+            yield from _kernel_names(jax.make_jaxpr(equation.params["forward"])(*shapes).jaxpr)
+        for value in equation.params.values():
+            for part in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(part, ClosedJaxpr | Jaxpr):
+                    yield from _kernel_names(part.jaxpr if isinstance(part, ClosedJaxpr) else part)
+
+
+def notice_unmet(
+    alg: Algorithm, params: PyTree, data: ClientData, options: LoweringOptions, on: Lanes = NO_LANES
+) -> None:
+    """Tell the user of options that were asked for and change nothing in this run."""
+    if options.precision in ("tf32", "bfloat16") and kernels.platform() == "cpu":
+        notice(f"precision={options.precision!r} changes nothing on a CPU, which computes all products in float32")
+    if options.matrices != "grown":
+        return
+    if not on.lanes:
+        notice("matrices='grown' changes nothing: matrices grow on lanes only, and the plan is another one")
+        return
+    found = explain(alg, params, data, options, on)
+    if not found.grown():
+        lines = sorted({line for lines in found.matrices.values() for line in lines})
+        reasons = "; ".join(lines) or "clients have no matrix that all of them start with"
+        notice(f"matrices='grown' changes nothing, no matrix can be stored as rows: {reasons}")

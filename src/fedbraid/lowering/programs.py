@@ -1,0 +1,58 @@
+"""The entry of this package: the program that a client runs, made fast as the options say.
+
+An algorithm differentiates its loss through :mod:`fedbraid.local`. Its lowered form traces each local step inside
+``local.rewriting``, so that the convolutions of the loss are replaced *before* the loss is differentiated. A client
+that calls ``jax.grad`` itself bypasses that; what convolutions its program then still has are replaced *after*
+differentiation, gradients included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+
+from fedbraid.core import Algorithm
+from fedbraid.local import map_work, rewriting
+from fedbraid.lowering.options import PRECISIONS, LoweringOptions
+from fedbraid.lowering.rewrite import fast_convolutions
+
+__all__ = ["lower", "lower_function", "lower_metrics", "precision_of"]
+
+
+def lower(alg: Algorithm, options: LoweringOptions) -> Algorithm:
+    """``alg`` whose clients run fast programs: the same values and derivatives, to rounding.
+
+    What is changed are local steps (``Fold.step``), and clients that are not made of steps as a whole.
+
+    >>> from fedbraid.algorithms import fedavg
+    >>> import jax.numpy as jnp
+    >>> alg = lower(fedavg(lambda params, batch, key: jnp.sum(params**2)), LoweringOptions(precision="float32"))
+    >>> alg.exchanges[0].name
+    'train'
+    """
+    return map_work(alg, lambda work: lower_function(work, options))
+
+
+def lower_function(function: Callable, options: LoweringOptions) -> Callable:
+    """A function of arrays as the clients of :func:`lower` run it."""
+    rewrite = fast_convolutions if options.convolutions == "fast" else None
+
+    def run(*args: Any) -> Any:
+        with rewriting(rewrite), precision_of(options):
+            return function(*args)
+
+    return run if rewrite is None else rewrite(run)
+
+
+def lower_metrics(metrics: Callable, options: LoweringOptions) -> Callable:
+    """The metrics of an evaluation: convolutions as the options say, products in jax's default precision."""
+    return lower_function(metrics, LoweringOptions(convolutions=options.convolutions))
+
+
+def precision_of(options: LoweringOptions) -> AbstractContextManager:
+    """A context in which matrix products are traced with the precision that the options ask for."""
+    how = PRECISIONS[options.precision]
+    return nullcontext() if how is None else jax.default_matmul_precision(how)

@@ -1,0 +1,108 @@
+"""The programs of benchmarks/gpu.py and benchmarks/users.py, traced as for an NVIDIA GPU on any machine.
+
+Nothing runs here. A GPU's times depend on which rewrites apply, so these are asserted: fused convolutions, matrices
+that are stored as rows, kernels of the recurrence.
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+import fedbraid as fb
+from fedbraid import models
+from fedbraid.local import ClientData
+from fedbraid.lowering import Lanes, LoweringOptions, explain, kernels
+
+CONVOLUTIONS = [
+    "convolution_relu x 1",
+    "convolution_relu_pool x 1",
+    "convolution_relu_pool_images x 1",
+    "convolution_relu_pool_weights x 1",
+    "convolution_relu_weights x 1",
+]
+ROWS = ["grown_added x 1", "grown_inner x 1", "grown_outer x 1"]
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(kernels, "platform", lambda: "cuda")
+    monkeypatch.setattr(kernels, "_recent", lambda: True)
+
+
+def client(size, **shapes):
+    """Shapes of a client's examples in the flat arrays of 100 such clients."""
+    arrays = {name: jax.ShapeDtypeStruct((100 * size, *shape), dtype) for name, (shape, dtype) in shapes.items()}
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    return ClientData(arrays, number, number, size)
+
+
+def explained(model, data, *, clients, batch, **options):
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    alg = fb.fedavg(model.loss, client_lr=0.05, batch_size=batch, epochs=1)
+    return explain(alg, params, data, LoweringOptions(**options), Lanes(clients, data.cap))
+
+
+@pytest.mark.parametrize("precision", ["default", "bfloat16"])
+def test_the_emnist_cnn_fuses_its_convolutions_and_stores_its_dense_weights_as_rows(precision):
+    data = client(200, x=((28, 28, 1), jnp.float32), y=((), jnp.int32))
+    found = explained(models.emnist_cnn(62), data, clients=100, batch=20, precision=precision)
+    assert found.grown() == [
+        "carry.params['dense1']['w'] (9216, 128): the shared matrix plus 20 rows a step, 200 at most"
+    ]
+    assert found.kernels["train"] == CONVOLUTIONS + ROWS
+    assert found.convolutions["train"] == []  # it calls none of XLA's
+
+
+class Network(eqx.Module):
+    """The same network, written by a user of equinox."""
+
+    conv1: eqx.nn.Conv2d
+    conv2: eqx.nn.Conv2d
+    pool: eqx.nn.MaxPool2d
+    dense1: eqx.nn.Linear
+    dense2: eqx.nn.Linear
+
+    def __init__(self, key):
+        first, second, third, last = jax.random.split(key, 4)
+        self.conv1 = eqx.nn.Conv2d(1, 32, 3, key=first)
+        self.conv2 = eqx.nn.Conv2d(32, 64, 3, key=second)
+        self.pool = eqx.nn.MaxPool2d(2, 2)
+        self.dense1 = eqx.nn.Linear(9216, 128, key=third)
+        self.dense2 = eqx.nn.Linear(128, 62, key=last)
+
+    def __call__(self, x):
+        x = jax.nn.relu(self.conv2(jax.nn.relu(self.conv1(x[None]))))
+        return self.dense2(jax.nn.relu(self.dense1(self.pool(x).ravel())))
+
+
+@pytest.mark.parametrize("precision", ["default", "bfloat16"])
+def test_so_does_a_users_network(precision):
+    data = client(200, x=((28, 28), jnp.float32), y=((), jnp.int32))
+    found = explained(models.from_equinox(Network), data, clients=100, batch=20, precision=precision)
+    assert [line.split(": ", 1)[1] for line in found.convolutions["train"]] == [
+        "one kernel, with its bias and ReLU",
+        "one kernel, with its bias and ReLU and pool",
+        "together with the convolution before it",
+    ]
+    assert found.grown() == [
+        "carry.params.dense1.weight (128, 9216): the shared matrix plus 20 rows a step, 200 at most"
+    ]
+    assert found.kernels["train"] == CONVOLUTIONS + ROWS
+
+
+@pytest.mark.parametrize(("compute", "precision"), [("float32", "default"), ("bfloat16", "bfloat16")])
+def test_the_lstm_runs_its_recurrence_in_kernels(compute, precision):
+    data = client(30, x=((80,), jnp.int32), y=((80,), jnp.int32))
+    found = explained(models.char_lstm(90, compute=compute), data, clients=20, batch=10, precision=precision)
+    assert found.kernels["train"] == ["lstm_backwards x 1", "lstm_forwards x 1"]
+    assert found.grown() == []
+    assert all("whole, too small" in line for line in found.matrices["train"])
+
+
+def test_what_is_switched_off_is_off():
+    data = client(200, x=((28, 28), jnp.float32), y=((), jnp.int32))
+    options = {"clients": 100, "batch": 20, "matrices": "whole", "convolutions": "native"}
+    found = explained(models.from_equinox(Network), data, **options)
+    assert found.kernels["train"] == found.matrices["train"] == []
+    assert all(line.endswith("left to XLA, as asked") for line in found.convolutions["train"])
