@@ -50,7 +50,6 @@ from fedbraid.theory.quadratics import (
     lower_bound_pair,
     random_federation,
     random_spectrum,
-    synthetic_clients,
 )
 from fedbraid.theory.splitting import (
     Regularized,
@@ -150,7 +149,6 @@ __all__ = [
     "split_step",
     "suboptimality_bound",
     "surrogate_loss",
-    "synthetic_clients",
     "theta_last",
     "theta_maml",
     "theta_sum",

@@ -10,7 +10,6 @@ Everything here is NumPy in float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedbraid.data.federated import Split
+from fedbraid.problems import conditioned_linear, gaussian_linear, gaussian_logistic, random_orthogonal
 
 __all__ = [
     "LeastSquares",
@@ -32,7 +31,6 @@ __all__ = [
     "lower_bound_pair",
     "random_federation",
     "random_spectrum",
-    "synthetic_clients",
 ]
 
 
@@ -225,8 +223,10 @@ def random_federation(
 
 
 class LeastSquares(NamedTuple):
-    """Designs ``[m, n, d]``, responses ``[m, n]`` and the parameter ``[d]`` behind them; ``f_j = 1/2 ||A_j x -
-    b_j||^2``."""
+    """Designs ``[m, n, d]``, responses ``[m, n]`` and the parameters ``[d]`` that generated them.
+
+    Client ``j`` holds ``f_j(x) = 1/2 ||A_j x - b_j||^2``.
+    """
 
     designs: np.ndarray
     responses: np.ndarray
@@ -237,9 +237,9 @@ class LeastSquares(NamedTuple):
         A = np.einsum("jna,jnb->jab", self.designs, self.designs)
         return linear_federation(A, np.einsum("jna,jn->ja", self.designs, self.responses))
 
-    def split(self) -> Split:
-        """The same data as federated examples with fields ``x`` and ``y``."""
-        return Split.from_clients([{"x": a, "y": b} for a, b in zip(self.designs, self.responses, strict=True)])
+    def clients(self) -> list[dict[str, np.ndarray]]:
+        """The examples of each client, fields ``x`` and ``y``: what `fedbraid.Split.from_clients` takes."""
+        return [{"x": a, "y": b} for a, b in zip(self.designs, self.responses, strict=True)]
 
 
 def gaussian_least_squares(
@@ -252,17 +252,15 @@ def gaussian_least_squares(
     """
     if examples < dim:
         raise ValueError(f"examples per client ({examples}) must be at least dim ({dim}), else A_j is singular")
-    rng = np.random.default_rng(seed)
-    designs = rng.standard_normal((clients, examples, dim))
-    truth = rng.standard_normal(dim)
-    noise = math.sqrt(noise_variance) * rng.standard_normal((clients, examples))
-    return LeastSquares(designs, designs @ truth + noise, truth)
+    return LeastSquares(
+        *gaussian_linear(clients=clients, dim=dim, examples=examples, noise_variance=noise_variance, seed=seed)
+    )
 
 
 def conditioned_least_squares(
     kappa: float, *, clients: int = 10, dim: int = 100, examples: int = 400, noise_variance: float = 1.0, seed: int = 0
 ) -> LeastSquares:
-    """Every client has condition number kappa exactly, in its own direction: Figure 3 and Appendix B.3 of "FedSplit".
+    """Every client has condition number kappa, with its own eigenvectors: Figure 3 and Appendix B.3 of "FedSplit".
 
     ``A_j = U_j Lambda V_j`` with singular values ``(sqrt(kappa), 1, ..., 1)`` stacked over zeros, n_j x d.
 
@@ -274,34 +272,23 @@ def conditioned_least_squares(
         raise ValueError(f"kappa must be at least 1, got {kappa}")
     if examples < dim:
         raise ValueError(f"examples per client ({examples}) must be at least dim ({dim}), else A_j is singular")
-    rng = np.random.default_rng(seed)
-    singular = np.ones(dim)
-    singular[0] = math.sqrt(kappa)
-    designs = np.stack(
-        [
-            (random_orthogonal(examples, rng, columns=dim) * singular) @ random_orthogonal(dim, rng)
-            for _ in range(clients)
-        ]
-    )
-    truth = rng.standard_normal(dim)
-    noise = math.sqrt(noise_variance) * rng.standard_normal((clients, examples))
-    return LeastSquares(designs, designs @ truth + noise, truth)
+    sizes = {"clients": clients, "dim": dim, "examples": examples}
+    return LeastSquares(*conditioned_linear(kappa, **sizes, noise_variance=noise_variance, seed=seed))
 
 
-def logistic_clients(*, clients: int = 10, dim: int = 100, examples: int = 1000, seed: int = 0) -> Split:
-    """Federated binary logistic regression, labels -1 and +1: Appendix B.2.1 of "FedSplit". Fields ``x`` and ``y``.
+def logistic_clients(
+    *, clients: int = 10, dim: int = 100, examples: int = 1000, seed: int = 0
+) -> list[dict[str, np.ndarray]]:
+    """Binary logistic regression, labels -1 and +1: Appendix B.2.1 of "FedSplit".
 
-    >>> logistic_clients(clients=2, dim=3, examples=5).sizes.tolist()
-    [5, 5]
+    One mapping with the fields ``x`` and ``y`` per client: what `fedbraid.Split.from_clients` takes.
+
+    >>> [client["y"].shape for client in logistic_clients(clients=2, dim=3, examples=5)]
+    [(5,), (5,)]
     """
-    rng = np.random.default_rng(seed)
-    truth = rng.standard_normal(dim)
-    members = []
-    for _ in range(clients):
-        x = rng.standard_normal((examples, dim))
-        positive = rng.uniform(size=examples) < 1.0 / (1.0 + np.exp(-(x @ truth)))
-        members.append({"x": x, "y": np.where(positive, 1.0, -1.0)})
-    return Split.from_clients(members)
+    made = gaussian_logistic(clients=clients, dim=dim, examples=examples, seed=seed)
+    labels = np.where(made.positive, 1.0, -1.0)
+    return [{"x": x, "y": y} for x, y in zip(made.features, labels, strict=True)]
 
 
 def lower_bound_pair(mu: float, G: float) -> QuadraticFederation:
@@ -337,54 +324,6 @@ def crossing_pair(kappa0: float, *, radius: float = 1.0) -> QuadraticFederation:
     stiff = np.array([[cosine, sine], [cosine, -sine]])
     A = np.eye(2) + (kappa0 - 1.0) * np.einsum("ia,ib->iab", stiff, stiff)
     return federation(A, radius * stiff * np.array([[1.0], [-1.0]]))
-
-
-def synthetic_clients(
-    alpha: float,
-    beta: float,
-    *,
-    clients: int = 30,
-    dim: int = 60,
-    classes: int = 10,
-    sizes: Sequence[int] | None = None,
-    iid: bool = False,
-    seed: int = 0,
-) -> Split:
-    """Synthetic(alpha, beta) of Li et al., "Federated Optimization in Heterogeneous Networks", as LEAF offers it.
-
-    alpha says how much the client models differ, beta how much the client features differ. Fields ``x`` and ``y``.
-
-    >>> split = synthetic_clients(1.0, 1.0, clients=3, sizes=[5, 6, 7])
-    >>> split.sizes.tolist(), split.arrays["x"].shape
-    ([5, 6, 7], (18, 60))
-    """
-    for name, value in (("alpha", alpha), ("beta", beta)):
-        if value < 0:
-            raise ValueError(f"{name} is a variance and must not be negative, got {value}")
-    if sizes is not None and len(sizes) != clients:
-        raise ValueError(f"sizes has {len(sizes)} entries for {clients} clients")
-    rng = np.random.default_rng(seed)
-    counts = (
-        np.minimum(rng.lognormal(4.0, 2.0, clients), 10_000).astype(int) + 50 if sizes is None else np.asarray(sizes)
-    )
-    deviation = np.arange(1, dim + 1) ** -0.6  # covariance diag(j^-1.2)
-    W_shared, b_shared = rng.standard_normal((dim, classes)), rng.standard_normal(classes)
-    members = []
-    for n in counts.tolist():
-        u, B = rng.normal(0.0, math.sqrt(alpha)), rng.normal(0.0, math.sqrt(beta))
-        W, bias = rng.normal(u, 1.0, (dim, classes)), rng.normal(u, 1.0, classes)
-        mean = rng.normal(B, 1.0, dim)
-        if iid:
-            W, bias, mean = W_shared, b_shared, np.zeros(dim)
-        x = mean + deviation * rng.standard_normal((n, dim))
-        members.append({"x": x, "y": np.argmax(x @ W + bias, axis=1)})
-    return Split.from_clients(members)
-
-
-def random_orthogonal(dim: int, rng: np.random.Generator, columns: int | None = None) -> np.ndarray:
-    """Haar-distributed: QR of a Gaussian, with the signs of R's diagonal moved into Q."""
-    Q, R = np.linalg.qr(rng.standard_normal((dim, columns or dim)))
-    return Q * np.sign(np.diag(R))
 
 
 def check_curvature(mu: float, smoothness: float) -> None:

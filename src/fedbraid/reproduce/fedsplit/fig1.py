@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedbraid.algorithms import fedgd, fedprox_exact, fedsplit
+from fedbraid.data.federated import Split
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.reproduce.fedsplit._trace import PAPER, draw, residual_loss, trace
 from fedbraid.theory import fedgd_gap, fedprox_gap, fedsplit_gap, gaussian_least_squares, split_step
@@ -56,7 +57,8 @@ def run(job: Job) -> Evidence:
         def gap(x):
             return 0.5 * (x - best) @ H @ (x - best)
 
-        curves[name] = trace(methods[name], np.zeros(fed.dim), problem.split(), gap, rounds=lengths[name])
+        clients = Split.from_clients(problem.clients())
+        curves[name] = trace(methods[name], np.zeros(fed.dim), clients, gap, rounds=lengths[name])
     start = float(curves["FedSplit"][1][0])
     findings = []
     for name, (_, gaps) in curves.items():

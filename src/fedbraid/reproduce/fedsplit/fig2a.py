@@ -71,7 +71,7 @@ def _straight(at: np.ndarray, gaps: np.ndarray) -> float:
 def run(job: Job) -> Evidence:
     from matplotlib.figure import Figure
 
-    clients = logistic_clients() if job.full else logistic_clients(clients=4, dim=10, examples=300)
+    clients = Split.from_clients(logistic_clients(**({} if job.full else {"clients": 4, "dim": 10, "examples": 300})))
     x, y = np.asarray(clients.arrays["x"]), np.asarray(clients.arrays["y"])
     best, value = _optimum(x, y)
     known = _constants(clients, best)

@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from fedbraid.theory import Frontier, server_optimizer, simulated_frontier
+from fedbraid.problems import random_orthogonal
+from fedbraid.theory import Frontier, random_spectrum, server_optimizer, simulated_frontier
 from fedbraid.theory.frontier import Momentum
-from fedbraid.theory.quadratics import random_orthogonal, random_spectrum
 
 PAPER = "Charles and Konecny, Convergence and Accuracy Trade-Offs in Federated Learning and Meta-Learning, AISTATS 2021"
 PLOTTED = 0.005  # two curves closer than this are one curve in a printed figure
