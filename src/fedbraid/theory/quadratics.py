@@ -1,8 +1,9 @@
-"""Quadratic federations, and the instances that the papers use.
+"""Quadratic federations, and the instances of the papers.
 
 Client ``i`` holds ``f_i(x) = 1/2 x' A_i x - b_i' x`` (up to a constant), which is ``1/2 ||A_i^(1/2) (x - c_i)||^2``
 with ``c_i = A_i^-1 b_i`` where ``A_i`` has an inverse (Charles and Konecny, "Convergence and Accuracy Trade-Offs in
-Federated Learning and Meta-Learning", eq. 1 to 3). Keeping ``b_i`` rather than ``c_i`` lets a client be linear.
+Federated Learning and Meta-Learning", eq. 1 to 3). ``b_i`` is stored instead of ``c_i``, so that a client may be
+linear (``A_i = 0``).
 
 Everything here is NumPy in float64.
 """
@@ -77,12 +78,12 @@ class QuadraticFederation:
 
     @property
     def kappa0(self) -> float:
-        """L / mu, the condition number that the frontiers start from."""
+        """L / mu, the condition number at the start of every frontier (K = 1)."""
         return self.smoothness / self.mu
 
     @cached_property
     def centers(self) -> np.ndarray:
-        """``c_i``, the client minimizers ``[m, d]``; refused where a client has none."""
+        """``c_i``, the client minimizers ``[m, d]``; an error if a client has none."""
         _refuse_singular(self.eigenvalues, "the client minimizers c_i")
         return np.linalg.solve(self.A, self.b[..., None])[..., 0]
 
@@ -106,7 +107,7 @@ class QuadraticFederation:
         return solve_positive(self.hessian, self.linear, "the overall loss")
 
     def loss(self, x: ArrayLike) -> float:
-        """``E_i f_i(x)``; for clients with a minimizer the constant is chosen such that ``f_i(c_i) = 0``."""
+        """``E_i f_i(x)``. If every client has a minimizer, the constants are such that ``f_i(c_i) = 0``."""
         x = np.asarray(x, float)
         if self.mu <= 0:
             return float(0.5 * x @ self.hessian @ x - self.linear @ x)
@@ -168,7 +169,7 @@ def linear_federation(A: ArrayLike, b: ArrayLike, weights: ArrayLike | None = No
 
 
 def random_spectrum(dim: int, mu: float, smoothness: float, rng: np.random.Generator) -> np.ndarray:
-    """Eigenvalues of ``beta1 B'B + beta2 I`` with Gaussian ``B``, scaled to end exactly at mu and L (Appendix D).
+    """Eigenvalues of ``beta1 B'B + beta2 I`` with Gaussian ``B``; the extreme ones are exactly mu and L (Appendix D).
 
     >>> s = random_spectrum(5, 1.0, 10.0, np.random.default_rng(0))
     >>> float(s.min()), float(s.max()), len(s)
@@ -202,8 +203,7 @@ def random_federation(
     seed: int = 0,
     weights: ArrayLike | None = None,
 ) -> QuadraticFederation:
-    """Random clients whose every ``A_i`` has smallest and largest eigenvalue exactly mu and L, and ``||c_i|| <=
-    radius``.
+    """Random clients: every ``A_i`` has smallest eigenvalue mu and largest L, and ``||c_i|| <= radius``.
 
     >>> fed = random_federation(3, 4, mu=1.0, smoothness=10.0, seed=1)
     >>> round(fed.mu, 9), round(fed.smoothness, 9), fed.radius <= 1 + 1e-12
@@ -292,7 +292,7 @@ def logistic_clients(
 
 
 def lower_bound_pair(mu: float, G: float) -> QuadraticFederation:
-    """``f_1 = mu x^2 + G x`` and ``f_2 = -G x``: local steps drag x away from 0 at any step size.
+    """``f_1 = mu x^2 + G x`` and ``f_2 = -G x``: local steps move x away from the minimizer 0 at any step size.
 
     Section 9.5 of the supplement of "Elastic Aggregation for Federated Optimization" (after Karimireddy et al.,
     SCAFFOLD).
@@ -307,13 +307,13 @@ def lower_bound_pair(mu: float, G: float) -> QuadraticFederation:
 
 
 def crossing_pair(kappa0: float, *, radius: float = 1.0) -> QuadraticFederation:
-    """Two clients in the plane, stiff along nearly parallel lines: x* lies far outside the ball of their minimizers.
+    """Two clients in the plane with large curvature along nearly parallel lines: x* is far from both minimizers.
 
-    Client 1 is stiff (L = kappa0, mu = 1) along ``u = (cos h, sin h)`` and centred at ``C u``, client 2 along ``(cos
-    h, -sin h)`` and centred at minus that; with ``sin h = 1 / sqrt(kappa0 + 1)`` the minimizer is ``(0, C sqrt(kappa0
-    + 1) / 2)``, while averaging the clients' own minimizers gives ``(0, C sin h)``. The distance to x* thus grows
-    like ``sqrt(kappa0)``, which no bound of the form constant times C times Delta allows
-    (docs/theory/suboptimality.md).
+    Client 1 has curvature kappa0 along ``u = (cos h, sin h)``, 1 across it, and its minimizer at ``C u``. Client 2 has
+    the same along ``v = (cos h, -sin h)``, and its minimizer at ``-C v``. With ``sin h = 1 / sqrt(kappa0 + 1)`` the
+    minimizer of the mean is ``(0, C sqrt(kappa0 + 1) / 2)``, while the mean of the clients' minimizers is
+    ``(0, C sin h)``. The distance to x* thus grows like ``sqrt(kappa0)``, which contradicts every bound of the form
+    constant times C times Delta (docs/theory/suboptimality.md).
 
     >>> crossing_pair(399.0).minimizer.round(6).tolist()
     [0.0, 10.0]
@@ -327,7 +327,7 @@ def crossing_pair(kappa0: float, *, radius: float = 1.0) -> QuadraticFederation:
 
 
 def check_curvature(mu: float, smoothness: float) -> None:
-    """Refuse what no strongly convex smooth loss has."""
+    """Refuse values that no strongly convex smooth loss has."""
     if not (math.isfinite(mu) and math.isfinite(smoothness)):
         raise ValueError(f"mu and smoothness must be finite, got mu = {mu}, smoothness = {smoothness}")
     if mu <= 0:
@@ -354,6 +354,7 @@ def _refuse_singular(eigenvalues: np.ndarray, what: str) -> None:
 
 
 def solve_positive(H: np.ndarray, rhs: np.ndarray, what: str) -> np.ndarray:
+    """Solve ``H x = rhs`` for symmetric positive definite ``H``; ``what`` names the loss in the error."""
     values, vectors = np.linalg.eigh(H)
     if values[0] <= 1e-14 * abs(values[-1]):
         raise ValueError(

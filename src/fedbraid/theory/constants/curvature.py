@@ -130,7 +130,7 @@ def _lanczos_spectra(products: _Products, compared: np.ndarray, tolerance: float
     along_high = np.array([v_high @ products.client(i, v_high) for i in range(m)])
     along_low = np.array([v_low @ products.client(i, v_low) for i in range(m)])
     tops = np.array([extreme(partial(products.client, i), size, tolerance, rng, v_high)[0] for i in range(m)])
-    bottoms = [lowest(partial(products.client, i), size, tops[i], tolerance, rng)[0] for i in compared.tolist()]
+    bottoms = [lowest(partial(products.client, i), size, float(tops[i]), tolerance, rng)[0] for i in compared.tolist()]
     apart = [
         abs(extreme(partial(products.difference, i), size, tolerance, rng, v_high, which="LM")[0])
         for i in compared.tolist()
