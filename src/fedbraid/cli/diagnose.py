@@ -1,4 +1,4 @@
-"""``fedbraid diagnose``: the constants of a configuration's data, and advice from them."""
+"""``fedbraid diagnose``: estimate the constants of a configuration's data, and give advice from them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ import typer
 
 
 def command(
-    config: Annotated[Path | None, typer.Argument(help="TOML file; without one the embedded default")] = None,
+    config: Annotated[Path | None, typer.Argument(help="TOML file (default: the embedded configuration)")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="key=value; may be repeated")] = None,
-    rounds: Annotated[int, typer.Option(help="length of the short run")] = 20,
-    points: Annotated[int, typer.Option(help="how many points of it to look at")] = 3,
-    clients: Annotated[int | None, typer.Option(help="clients to estimate from (default: 50, or 10 if costly)")] = None,
-    probe: Annotated[bool, typer.Option(help="try one round with 1 to 32 local steps")] = True,
-    verify: Annotated[int, typer.Option(help="train with configured and advised settings, this many seeds")] = 0,
-    target: Annotated[float, typer.Option(help="test accuracy that --verify counts rounds to")] = 0.9,
+    rounds: Annotated[int, typer.Option(help="rounds of the short run")] = 20,
+    points: Annotated[int, typer.Option(help="number of rounds of it at which to estimate")] = 3,
+    clients: Annotated[
+        int | None, typer.Option(help="clients to estimate from (default: 50; 10 for large models)")
+    ] = None,
+    probe: Annotated[bool, typer.Option(help="try one round each with 1 to 32 local steps")] = True,
+    verify: Annotated[int, typer.Option(help="train with configured and advised settings, with this many seeds")] = 0,
+    target: Annotated[float, typer.Option(help="value of --metric that --verify counts rounds to")] = 0.9,
+    metric: Annotated[str, typer.Option(help="metric of --verify")] = "test_accuracy",
     out: Annotated[Path | None, typer.Option(help="write a picture (.png, .pdf or .svg)")] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
 ) -> None:
-    """Estimate the constants of your data along a short run, and say what they advise."""
+    """Estimate the constants of your data along a short run, and advise settings."""
     from fedbraid.experiment.config import load_config
     from fedbraid.experiment.diagnosis import diagnose, diagnosis_figure
     from fedbraid.experiment.diagnosis import verify as run_both
@@ -43,7 +46,8 @@ def command(
 
         result["picture"] = str(save(diagnosis_figure(found), out))
     if verify:
-        result["verify"] = {"target": target, **run_both(loaded, found.changes, target=target, seeds=verify)}
+        counted = run_both(loaded, found.changes, target=target, seeds=verify, metric=metric)
+        result["verify"] = {"metric": metric, "target": target, **counted}
     if json:
         print(json_.dumps(_plain(result), allow_nan=False))
         return
@@ -56,12 +60,12 @@ def command(
     if found.changes:
         print("\nsettings to try\n  " + "\n  ".join(f"--set {change}" for change in found.changes))
         if "epochs" in loaded.algorithm.options and any("steps=" in change for change in found.changes):
-            print("  and leave algorithm.epochs out of the configuration: steps take its place")
+            print("  and remove algorithm.epochs from the configuration: steps replaces it")
     print("\nnot known")
     for line in found.advice.unknown:
         print(f"- {line}")
     if verify:
-        print(f"\nrounds to a test accuracy of {target:g}")
+        print(f"\nrounds until {metric} reaches {target:g}")
         for name in ("configured", "advised"):
             print(f"  {name:<12} {result['verify'][name]}")
     if out is not None:
@@ -69,7 +73,7 @@ def command(
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no infinity: null says that a number has no finite value."""
+    """JSON has no infinity and no NaN: both become null."""
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
