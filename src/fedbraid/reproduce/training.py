@@ -1,7 +1,7 @@
-"""Training runs of the entries: points as one program, in pieces that are kept and gone on from.
+"""Training runs of the entries: many points as one program, saved in parts so that a stopped run can continue.
 
-The result of a run is a small JSON file in the entry's work folder; a run that was stopped goes on from the models kept
-beside it. Both are read again only if they were made by the same configuration, points and data.
+The result of a run is a small JSON file in the entry's work folder. A run that was stopped continues from the models
+saved beside it. Both are used again only if the configuration, the points and the data are the same.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,15 @@ from fedbraid.experiment.many import Outcome, Point, Together, with_values
 
 __all__ = ["Swap", "best", "rounds_to", "score", "spent", "train"]
 
-UNASKED = ("engine", "checkpoint")  # sections that do not change results
+IGNORED = ("engine", "checkpoint")  # sections of a configuration that do not change results
 Swap = Callable[[Callable, Mapping[str, Any]], Algorithm]  # (loss, options of the configuration's algorithm)
 
 
 class _Swapped(Together):
-    """Points of an algorithm that a configuration cannot name, such as one over an optax optimizer.
+    """Points of an algorithm that a configuration cannot name, such as one with an optax optimizer.
 
-    The configuration names a stand-in with the same exchanges and messages, of which the cohorts and the traffic are
-    laid out; ``swap`` makes what runs in its place, with the stand-in's loss and (traced) options.
+    The configuration names an algorithm with the same exchanges and messages; cohorts and traffic are planned from it.
+    ``swap`` makes the algorithm that runs instead, from the same loss and the same (traced) options.
     """
 
     def __init__(self, swap: Swap, *arguments: Any, **options: Any) -> None:
@@ -59,23 +60,19 @@ def train(
     swap: Swap | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Run all points for ``config.rounds`` rounds, or read ``work/NAME.json`` where that was done before.
+    """Run all points for ``config.rounds`` rounds, or read ``work/NAME.json`` if that was done before.
 
-    seeds: every point is run at each; the points of the result then have a ``seed``, all points of a seed together.
-    marks: rounds to evaluate after, beside those that the configuration says.
-    piece: rounds after which models and curves so far are kept; None keeps nothing before the end.
-    swap: makes the algorithm in place of the one that the configuration names.
+    seeds: every point runs with each seed. With several seeds, the points of the result have a ``seed`` and are
+        sorted by it.
+    marks: rounds after which to evaluate, in addition to those of the configuration.
+    piece: save models and curves every this many rounds; None saves only the final result.
+    swap: makes the algorithm that runs instead of the one that the configuration names.
 
-    The result has ``points``, ``rounds`` (those evaluated), ``diverged``, one list a point of every metric of the test
-    split under its name, ``train_loss`` at every round, the ``models`` sent a round (both ways) and ``seconds``.
+    The result has ``points``; ``rounds``, those that were evaluated; ``diverged``; for every test metric, under its
+    name, one list per point; ``train_loss`` of every round; ``models``, the number of models sent per round, down and
+    up; and ``seconds``.
     """
-    asked: dict[str, Any] = {
-        "config": config.model_dump(mode="json") | {"seed": seeds[0]},
-        "points": [dict(point) | ({"seed": seed} if len(seeds) > 1 else {}) for seed in seeds for point in points],
-        "marks": sorted(marks),
-        "data": [data.name, *([split.num_clients, split.num_examples] for split in (data.train, data.test) if split)],
-        "swap": None if swap is None else f"{swap.__module__}.{swap.__qualname__}",
-    }
+    asked = _request(config, data, points, seeds, marks, swap)
     path = work / f"{name}.json"
     if path.exists():
         kept = json.loads(path.read_text(encoding="utf-8"))
@@ -97,8 +94,10 @@ def train(
             tell(f"{name}: round {done} of {config.rounds}, part {i + 1} of {parts}")
 
         kept = work / f"{name}-{i}.npz"
+        start_from = _read(kept, asked, together, swap) if piece is not None and kept.exists() else None
+        save = partial(_write, kept, asked)
         outcomes.append(
-            _run(together, chunk, asked, kept, seed=seed, marks=marks, piece=piece, swap=swap, tell=on_progress)
+            _run(together, chunk, start_from, save, seed=seed, marks=marks, piece=piece, on_progress=on_progress)
         )
     result = {"asked": asked, "name": name, "points": asked["points"], **_joined(outcomes, together)}
     result["seconds"] = round(time.perf_counter() - start, 1)
@@ -108,30 +107,47 @@ def train(
     return result
 
 
+def _request(
+    config: Config,
+    data: FederatedData,
+    points: Sequence[Point],
+    seeds: Sequence[int],
+    marks: Collection[int],
+    swap: Swap | None,
+) -> dict[str, Any]:
+    """What determines a result, as JSON: a saved result is used only if this is the same."""
+    return {
+        "config": config.model_dump(mode="json") | {"seed": seeds[0]},
+        "points": [dict(point) | ({"seed": seed} if len(seeds) > 1 else {}) for seed in seeds for point in points],
+        "marks": sorted(marks),
+        "data": [data.name, *([split.num_clients, split.num_examples] for split in (data.train, data.test) if split)],
+        "swap": None if swap is None else f"{swap.__module__}.{swap.__qualname__}",
+    }
+
+
 def _run(
     together: Together,
     points: Sequence[Point],
-    asked: Mapping[str, Any],
-    kept: Path,
+    outcome: Outcome | None,
+    save: Callable[[Outcome], None],
     *,
     seed: int,
     marks: Collection[int],
     piece: int | None,
-    swap: Swap | None,
-    tell: Callable[[int], None],
+    on_progress: Callable[[int], None],
 ) -> Outcome:
+    """Run to the last round, from ``outcome`` if there is one; ``save`` the state every ``piece`` rounds."""
     config = together.config
-    outcome = _read(kept, asked, together, swap) if piece is not None and kept.exists() else None
     done = 0 if outcome is None else outcome.rounds
     while done < config.rounds:
         end = config.rounds if piece is None else min(done + piece, config.rounds)
         due = [mark for mark in marks if done < mark <= end]
         outcome = together.run(
-            points, seed=seed, rounds=end, start=outcome, keep=end < config.rounds, marks=due, on_progress=tell
+            points, seed=seed, rounds=end, start=outcome, keep=end < config.rounds, marks=due, on_progress=on_progress
         )
         done = end
         if done < config.rounds:
-            _write(kept, asked, outcome)
+            save(outcome)
     assert outcome is not None
     return outcome
 
@@ -156,19 +172,19 @@ def _plain(value: float) -> float | None:
 
 
 def _same(kept: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
-    """Whether a file answers what is asked: how it was computed does not matter, nor keys added since, at defaults."""
+    """Whether a saved request equals this one; keys that were added to configurations since count as their defaults."""
     try:
-        configs = [parse({k: v for k, v in one["config"].items() if k not in UNASKED}) for one in (kept, asked)]
-    except ConfigError:  # a key that has gone since
+        configs = [parse({k: v for k, v in one["config"].items() if k not in IGNORED}) for one in (kept, asked)]
+    except ConfigError:  # a key that was removed since
         return False
     return configs[0] == configs[1] and all(kept.get(key) == asked[key] for key in asked if key != "config")
 
 
-# --- what is kept of an unfinished run -------------------------------------------------------------------------------
+# --- saving an unfinished run ----------------------------------------------------------------------------------------
 
 
 def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write beside and rename: a run that is stopped while it writes leaves the file before."""
+    """Write to a temporary file and rename it: a run that is stopped while it writes keeps the previous file."""
     temporary = path.with_name(f"part-{path.name}")
     write(temporary)
     os.replace(temporary, path)
@@ -206,7 +222,7 @@ def _read(path: Path, asked: Mapping[str, Any], together: Together, swap: Swap |
         )
 
 
-# --- what is made of a result ----------------------------------------------------------------------------------------
+# --- reading a result ------------------------------------------------------------------------------------------------
 
 
 def score(result: Mapping[str, Any], point: int, *, metric: str = "test_accuracy", last: int = 100) -> float:
@@ -233,7 +249,7 @@ def best(result: Mapping[str, Any], *, metric: str = "test_accuracy", last: int 
 
 
 def spent(results: Iterable[Mapping[str, Any]]) -> str:
-    """What all runs took, in words: an entry that goes on from kept results takes less.
+    """The training time of all runs, in words. (An entry that reads saved results takes less time itself.)
 
     >>> spent([{"seconds": 61.0}, {"seconds": 3.0}])
     'All runs together took 64 s, compilation and evaluation included.'

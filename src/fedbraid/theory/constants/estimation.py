@@ -32,14 +32,14 @@ def estimate(
     weighting: Literal["examples", "uniform"] = "examples",
     hessians: Hessians | None = _DEFAULT,
     seed: int = 0,
-    key: Any = None,
 ) -> Constants:
     """Estimate the constants at ``params`` from ``clients`` sampled clients (all of them if there are fewer).
+
+    The loss is called with ``key=None``: evaluation mode for the models of this library (no dropout).
 
     batch_size: of training; sigma2 is the gradient noise of such a batch. None: full batches, no noise.
     weighting: the weight of a client in f, as in training.
     hessians: how curvatures are computed. None leaves L, mu and delta out (NaN), which is fast.
-    key: given to the loss; None means evaluation mode for the models of this library (no dropout).
 
     >>> import numpy as np, jax.numpy as jnp
     >>> from fedbraid import Split
@@ -49,12 +49,7 @@ def estimate(
     >>> round(c.L.value, 4), round(c.G2.value, 4), round(c.zeta.value, 4), round(c.delta.value, 4)
     (1.0, 1.0, 1.0, 0.0)
     """
-    if clients < 1:
-        raise ValueError(f"clients must be at least 1, got {clients}")
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, or None for full batches, got {batch_size}")
-    if weighting not in ("examples", "uniform"):
-        raise ValueError(f"weighting must be 'examples' or 'uniform', got {weighting!r}")
+    _check(clients, batch_size, weighting)
     split.check()
     flat, unravel = ravel_pytree(params)
     if not jnp.issubdtype(flat.dtype, jnp.floating):
@@ -66,7 +61,7 @@ def estimate(
         notes.append(f"{len(sample.ids)} of {split.num_clients} clients sampled; maxima are over these")
 
     def flat_loss(x: Any, batch: dict) -> Any:
-        return loss(unravel(x), batch, key)
+        return loss(unravel(x), batch, None)
 
     found = client_gradients(flat_loss, flat, split, sample, batch_size, rng)
     if not np.all(np.isfinite(found.losses)):
@@ -88,3 +83,12 @@ def estimate(
         batch_size=batch_size,
         notes=(*notes, *determined),
     )
+
+
+def _check(clients: int, batch_size: int | None, weighting: str) -> None:
+    if clients < 1:
+        raise ValueError(f"clients must be at least 1, got {clients}")
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, or None for full batches, got {batch_size}")
+    if weighting not in ("examples", "uniform"):
+        raise ValueError(f"weighting must be 'examples' or 'uniform', got {weighting!r}")
