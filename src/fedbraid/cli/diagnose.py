@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import json as json_
-import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from fedbraid.cli.finite_json import print_json
+
+if TYPE_CHECKING:
+    from fedbraid.experiment.diagnosis import Diagnosis
 
 
 def command(
@@ -49,8 +53,18 @@ def command(
         counted = run_both(loaded, found.changes, target=target, seeds=verify, metric=metric)
         result["verify"] = {"metric": metric, "target": target, **counted}
     if json:
-        print(json_.dumps(_plain(result), allow_nan=False))
-        return
+        return print_json(result)
+    _print(found, loaded.algorithm.options)
+    if verify:
+        print(f"\nrounds until {metric} reaches {target:g}")
+        for name in ("configured", "advised"):
+            print(f"  {name:<12} {result['verify'][name]}")
+    if out is not None:
+        print(f"\nwrote {out}")
+    return None
+
+
+def _print(found: Diagnosis, options: Mapping[str, Any]) -> None:
     for at, constants in zip(found.rounds, found.points, strict=True):
         print(f"after round {at}")
         print("  " + str(constants).split("\nnote:")[0].replace("\n", "\n  "))
@@ -59,25 +73,8 @@ def command(
         print(f"- {sentence}")
     if found.changes:
         print("\nsettings to try\n  " + "\n  ".join(f"--set {change}" for change in found.changes))
-        if "epochs" in loaded.algorithm.options and any("steps=" in change for change in found.changes):
+        if "epochs" in options and any("steps=" in change for change in found.changes):
             print("  and remove algorithm.epochs from the configuration: steps replaces it")
     print("\nnot known")
     for line in found.advice.unknown:
         print(f"- {line}")
-    if verify:
-        print(f"\nrounds until {metric} reaches {target:g}")
-        for name in ("configured", "advised"):
-            print(f"  {name:<12} {result['verify'][name]}")
-    if out is not None:
-        print(f"\nwrote {out}")
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no infinity and no NaN: both become null."""
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value

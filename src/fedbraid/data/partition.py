@@ -99,20 +99,29 @@ def dirichlet(
         )
     rng = _rng(seed)
     rows = _rows_by_label(labels, rng)
-    if per == "client":
-        sizes = (
-            log_normal_sizes(len(labels), clients=clients, sigma=sigma, min_size=min_size, rng=rng)
-            if sigma
-            else _even(len(labels), clients)
-        )
-        left = np.array([len(r) for r in rows])
-        counts = np.zeros((clients, len(rows)), np.int64)
-        log_p = _log_dirichlet(rng, alpha, (clients, len(rows)))
-        for i in range(clients):
-            counts[i] = _draw_without_replacement(rng, int(sizes[i]), log_p[i], left)
-            left -= counts[i]
-        return _deal(rows, counts, rng)
+    if per == "class":
+        return _dirichlet_per_class(rows, clients, alpha, min_size=min_size, retries=retries, rng=rng)
+    if sigma:
+        sizes = log_normal_sizes(len(labels), clients=clients, sigma=sigma, min_size=min_size, rng=rng)
+    else:
+        sizes = _even(len(labels), clients)
+    return _dirichlet_per_client(rows, sizes, alpha, rng)
 
+
+def _dirichlet_per_client(rows: list[np.ndarray], sizes: np.ndarray, alpha: float, rng: np.random.Generator) -> Parts:
+    clients = len(sizes)
+    left = np.array([len(r) for r in rows])
+    counts = np.zeros((clients, len(rows)), np.int64)
+    log_p = _log_dirichlet(rng, alpha, (clients, len(rows)))
+    for i in range(clients):
+        counts[i] = _draw_without_replacement(rng, int(sizes[i]), log_p[i], left)
+        left -= counts[i]
+    return _deal(rows, counts, rng)
+
+
+def _dirichlet_per_class(
+    rows: list[np.ndarray], clients: int, alpha: float, *, min_size: int, retries: int, rng: np.random.Generator
+) -> Parts:
     smallest = 0
     for _ in range(max(1, retries)):
         p = np.exp(_log_dirichlet(rng, alpha, (len(rows), clients)))
@@ -122,8 +131,8 @@ def dirichlet(
             return _deal(rows, counts, rng)
     raise ValueError(
         f"Dirichlet(alpha = {alpha}) over {clients} clients: in {retries} draws some client always had fewer than "
-        f"min_size = {min_size} of the {len(labels)} rows (best: {smallest}); use a larger alpha, fewer clients, "
-        'a smaller min_size, or per="client", which fixes the sizes'
+        f"min_size = {min_size} of the {sum(map(len, rows))} rows (best: {smallest}); use a larger alpha, fewer "
+        'clients, a smaller min_size, or per="client", which fixes the sizes'
     )
 
 
