@@ -1,4 +1,4 @@
-"""Section 9.5 of the supplement: two clients on which averaging cannot be fast, whatever the step sizes."""
+"""Section 9.5 of the supplement: two clients on which averaging is slow at any step sizes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _value(x: np.ndarray) -> np.ndarray:
 
 
 def _share(rounds: np.ndarray, steps: int) -> np.ndarray:
-    """g = G (K - 1) / (2 mu K R): where small steps leave x, for a step of 1 / (mu K R), in units of x_0."""
+    """g = G (K - 1) / (2 mu K R): x after small steps of size 1 / (mu K R), in units of x_0."""
     return G * (steps - 1) / (2 * MU * steps * rounds * START)
 
 
@@ -72,7 +72,7 @@ def _predicted(rounds: np.ndarray, steps: int) -> np.ndarray:
 
 
 def _schedules(steps: int, rounds: int, tries: int) -> float:
-    """The smallest f(x_R) over random step-size schedules: constant, decaying and erratic ones, all within 1 / mu."""
+    """The smallest f(x_R) over random step-size schedules (constant, decaying and noisy), all within 1 / mu."""
     rng = np.random.default_rng(0)
     scale = 10 ** rng.uniform(-4, 0, tries)
     power = rng.uniform(0, 1.5, tries)
@@ -183,7 +183,7 @@ def run(job: Job) -> Evidence:
 
 
 def _large_server_step(rounds: int, factor: float = 1e6, steps: int = 10) -> float:
-    """The same effective step, taken by the server: drift vanishes with the local step."""
+    """The same effective step with a large server step: drift vanishes with the local step."""
     eta, x = 1.0 / (2 * MU * factor * steps), np.array([START])
     for _ in range(rounds):
         x = x + factor * (_round(x, np.array([eta]), steps) - x)
@@ -219,10 +219,10 @@ ENTRY = Entry(
     run=run,
     deviations=("The supplement proves the theorem without numbers; mu, G, x_0 and the schedules are ours.",),
     remarks=(
-        "The constant of Theorem II is not printed; its proof gives 1/512 (`aggregation_lower_bound`). What averaging "
-        "reaches is larger by a factor that the first rows show.",
-        "The best constant step is of the order ln(R)/R: what it reaches falls as (ln(R)/R)^2, the bound as 1/R^2. The "
-        "rows divide the logarithm out, by hand: with g = G (K - 1) / (2 mu K R), the best x_R is about g (1 + "
+        "The constant of Theorem II is not printed; its proof gives 1/512 (`aggregation_lower_bound`). Averaging "
+        "ends above it by the factors in the first rows.",
+        "The best constant step is of the order ln(R)/R: its f(x_R) falls as (ln(R)/R)^2, the bound as 1/R^2. The rows "
+        "divide the logarithm out: with g = G (K - 1) / (2 mu K R), the best x_R is about g (1 + "
         "ln(1/g)).",
     ),
 )

@@ -1,4 +1,4 @@
-"""Theorem 2.1: its four terms, each against what FedAvg is measured to do."""
+"""Theorem 2.1: each of its four terms against measurements of FedAvg."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def measure(
 
 
 def _progress(clients: Clients, seen: Measured, eta: float, tau: int) -> float:
-    """Lemma 2.2 without noise: left side over right side, the largest over rounds with something left to gain."""
+    """Lemma 2.2 without noise: the largest ratio of left to right side, over rounds with a right side above 0."""
     ratios, distances = [0.0], np.abs(seen.servers[:, 0] - clients.optimum)
     for t, (gap, drift) in enumerate(zip(seen.gaps, seen.drifts, strict=True)):
         right = round_progress_bound(
@@ -117,7 +117,7 @@ def _slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def _exponents() -> float:
-    """Every term's exponents in eta, tau, T, M, sigma^2, zeta, L and D, by differences, against those by hand."""
+    """Exponents of every term in eta, tau, T, M, sigma^2, zeta, L and D, by doubling, against those by hand."""
     usual: dict[str, Any] = {
         "eta": 0.01,
         "tau": 10,
@@ -263,7 +263,7 @@ def run(job: Job) -> Evidence:
     loose = ", ".join(f"{s:.3f}" for s in sorted(shares))
     notes = (
         f"L = {L:g}, zeta = {zeta:.3f}. Measured over bound, 12 settings, each at its worst T: {loose}.",
-        "After the start is forgotten, without noise, the gap is "
+        "After a burn-in, without noise, the gap is "
         f"{etas[0.01] / (18 * 16 * 0.01**2 * L * zeta**2):.2g} of the heterogeneity term at eta = 0.01, tau = 4: the "
         "term's order is right and its constant is generous.",
     )
@@ -305,11 +305,11 @@ ENTRY = Entry(
     run=run,
     deviations=(
         "The notes prove a bound and show no measurement; the instance is ours.",
-        "Where they sum the drift without L (eq. 5), the factor L of the theorem is used.",
+        "Eq. (5) sums the drift without L; we use the factor L of the theorem.",
     ),
     remarks=(
-        "The theorem calls its right side O(1/(tau T)); only the first of its terms is. The other three stay, as do "
-        "the measured gaps.",
+        "The theorem calls its right side O(1/(tau T)), but only its first term is. The other three do not vanish with "
+        "T, and neither do the measured gaps.",
         "Heterogeneity acts through tau - 1: with one local step there is no drift and the measured gap goes to 0, "
         "while the bound's last term does not.",
     ),

@@ -1,4 +1,4 @@
-"""Section 3 and Figure 1: the two-class linear toy, its local steps and the shadow sequence between them."""
+"""Section 3 and Figure 1: the two-class linear toy, its local steps and their shadow sequence."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _by_hand(split: Split, *, rate: float, steps: int, rounds: int) -> tuple[np.
 
 
 def _misses(split: Split, *, rate: float, steps: int, rounds: int) -> tuple[float, float]:
-    """Where a long run ends: distance from the surrogate's minimizer (theory), and from the optimum."""
+    """The end of a long run: its distance from the surrogate's minimizer (theory) and from the optimum."""
     alg = fedavg(toy_loss, client_lr=rate, steps=steps, batch_size=None, weighting="uniform")
     with jax.enable_x64(True):
         end = np.asarray(simulate(alg, jnp.asarray(START), split, rounds=rounds, devices=1).params)
@@ -165,6 +165,7 @@ ENTRY = Entry(
         "is the largest over the points that the run visits.",
     ),
     remarks=(
-        "The notes let k run from 0 to tau, which would be tau + 1 steps; the update uses x^(t,tau), so tau are meant.",
+        "In the notes k runs from 0 to tau, which would be tau + 1 steps; the update uses x^(t,tau), that is tau "
+        "steps.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Figure 1: on least squares FedGD with several steps and FedProx stop beside the optimum, FedSplit at it."""
+"""Figure 1: on least squares FedSplit converges to the optimum; FedGD with several steps and FedProx do not."""
 
 from __future__ import annotations
 
@@ -122,7 +122,11 @@ def _check_rates(
             "simulated gaps against closed forms, method by method, round by round: relative", "0", apart, 0.0, 1e-6
         ),
         Finding(
-            f"FedSplit's contraction a round; Theorem 1 promises {rate:.3f}", "at most that", measured, 0.0, float(rate)
+            f"FedSplit's contraction per round; Theorem 1 promises {rate:.3f}",
+            "at most that",
+            measured,
+            0.0,
+            float(rate),
         ),
     ]
 
@@ -150,14 +154,14 @@ ENTRY = Entry(
     paper=f"{PAPER}, Figure 1 and Appendix B.1",
     setting="25 clients, d = 100, 500 examples each, Gaussian designs, noise variance 0.25, all clients every round, x "
     "= 0 first, float64. FedGD with s = 1/L* and e = 1, 10, 100; FedProx with the exact prox and s = 1/L*; FedSplit "
-    "with the exact prox and s = 1/sqrt(l* L*). Run by the simulator; the stops are solved for from eqs. (9) and (10) "
-    "with NumPy.",
+    "with the exact prox and s = 1/sqrt(l* L*). Run by the simulator; the fixed points are solved from eqs. (9) and "
+    "(10) with NumPy.",
     quick="8 clients, d = 10, 50 examples each: the same findings; the simulator runs FedGD with e = 10 and FedSplit, "
-    "closed forms stand for the others",
+    "the others are computed by closed forms",
     run=run,
     deviations=(
-        "The paper does not say which steps it took; ours are above. Its figure's numbers are not printed, so the "
-        "stops are compared with its closed forms.",
+        "The paper does not state its step sizes; ours are above. It does not print the figure's numbers, so the fixed "
+        "points are compared with its closed forms.",
         "FedSplit is drawn as well; the paper's figure has FedGD and FedProx only.",
     ),
 )

@@ -15,11 +15,11 @@ from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.reproduce.fedsplit._trace import PAPER, draw, trace
 from fedbraid.theory import logistic_clients, rounds_until
 
-ACCURACY = 1e-6  # below which the paper's e = 10 still tracks the exact prox
+ACCURACY = 1e-6  # in the paper, e = 10 tracks the exact prox below this gap
 
 
 class Constants(NamedTuple):
-    """Curvatures of the clients' sums: largest at 0 (where logistic losses are stiffest), extremes at the optimum."""
+    """Curvatures of the clients' losses: the largest at 0 (where it is maximal), and the extremes at the optimum."""
 
     smoothness: float
     smoothness_there: float
@@ -32,7 +32,7 @@ def logistic_loss(x: Any, batch: Mapping[str, Any], key: Any) -> Any:
 
 
 def _optimum(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, float]:
-    """Newton's method on the pooled problem, in NumPy: apart from every method below."""
+    """Newton's method on the pooled problem in NumPy, independent of all methods below."""
     at = np.zeros(x.shape[1])
 
     def value(at: np.ndarray) -> float:
@@ -226,9 +226,9 @@ ENTRY = Entry(
         "The exact prox is our Newton solver, to a gradient of 1e-10; the paper used CVXPY.",
     ),
     remarks=(
-        "The row outside its band: with Theorem 1's s the proxes are 6 times stiffer than with 1/L*, and ten gradient "
-        "steps from 2x - z_j leave a floor. We think that the paper's figure used a smaller s. Solvers that begin at "
-        "x have no floor at either.",
+        "The row outside its band: Theorem 1's s is 6 times 1/L*, and with it ten gradient steps from 2x - z_j leave a "
+        "floor. We think that the paper's figure used a smaller s. Solvers that begin at x have no floor with either "
+        "s.",
     ),
     duration="a minute on 2 cores",
 )

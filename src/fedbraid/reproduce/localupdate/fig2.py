@@ -104,7 +104,7 @@ def run(job: Job) -> Evidence:
     notes = (
         "Area between the two curves for L = 2, 10, 100: " + ", ".join(f"{a:.3f}" for a in areas) + ".",
         "Difference of the two rho at Delta = 0: " + ", ".join(f"{d:.3f}" for d in differences) + ": it does not grow "
-        "from L = 10 to 100, because both rates near 1; the benefit that grows is that in rounds, and the area.",
+        "from L = 10 to 100, because both rates near 1; the benefits that grow are the number of rounds and the area.",
     )
     return Evidence(tuple(findings), figure_2(), notes)
 

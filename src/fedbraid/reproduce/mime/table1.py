@@ -1,4 +1,4 @@
-"""Table 1: rounds to a given accuracy, as functions of what they depend on."""
+"""Table 1: rounds to a given accuracy, as functions of the constants."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedbraid.experiment.figures import COLOURS, tidy
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.theory import MIME_TABLE, mime_rounds
 
-# the table's cells, once more by hand: L, G, S, N, d (delta), v (sigma), e (epsilon), u (mu)
+# the cells of the table, written independently: L, G, S, N, d (delta), v (sigma), e (epsilon), u (mu)
 PRINTED: Mapping[str, Callable[..., float]] = {
     "scaffold": lambda e, L, N, S, **_: (N / S) ** (2 / 3) * L / e,
     "server_sgd": lambda e, L, G, S, **_: L * G**2 / (S * e**2) + L / e,
@@ -257,11 +257,11 @@ ENTRY = Entry(
     quick="the same; it takes seconds",
     run=run,
     remarks=(
-        "These are upper bounds up to constants: the entry checks what the table says, not how fast the methods are. "
+        "These are upper bounds up to constants: the entry checks the table's formulas, not how fast the methods are. "
         "Measured comparisons are in the entries of Figures 1 to 5 and Table 2.",
         "The text says that MimeLiteMVR beats the lower bound for delta <= L / s; from the table's own terms it does "
-        "for delta <= L / sqrt(S) (with sigma = 0), which is weaker and thus better: 0.25 L at S = 16.",
-        "After Corollary II the paper asks for K >= G^2 / sigma^2; its table's note c has it right: K >= sigma^2 / "
-        "G^2.",
+        "for delta <= L / sqrt(S) (with sigma = 0), which is a weaker condition: 0.25 L at S = 16.",
+        "After Corollary II the paper asks for K >= G^2 / sigma^2; note c of its table has the correct condition: K >= "
+        "sigma^2 / G^2.",
     ),
 )
