@@ -225,8 +225,8 @@ def _read(path: Path, asked: Mapping[str, Any], together: Together, swap: Swap |
 # --- reading a result ------------------------------------------------------------------------------------------------
 
 
-def score(result: Mapping[str, Any], point: int, *, metric: str = "test_accuracy", last: int = 100) -> float:
-    """The mean of a metric over the evaluations of the last rounds; nan for a point that diverged.
+def score(result: Mapping[str, Any], point: int, *, last: int = 100) -> float:
+    """The mean test accuracy over the evaluations of the last rounds; nan for a point that diverged.
 
     >>> result = {"rounds": [10, 20, 30], "test_accuracy": [[0.1, 0.5, 0.7]], "diverged": [False]}
     >>> round(score(result, 0, last=20), 6)
@@ -235,13 +235,13 @@ def score(result: Mapping[str, Any], point: int, *, metric: str = "test_accuracy
     if result["diverged"][point]:
         return math.nan
     least = result["rounds"][-1] - last
-    seen = [v for r, v in zip(result["rounds"], result[metric][point], strict=True) if r > least]
+    seen = [v for r, v in zip(result["rounds"], result["test_accuracy"][point], strict=True) if r > least]
     return math.nan if None in seen else float(np.mean(seen))
 
 
-def best(result: Mapping[str, Any], *, metric: str = "test_accuracy", last: int = 100) -> tuple[int, float]:
+def best(result: Mapping[str, Any], *, last: int = 100) -> tuple[int, float]:
     """The point with the highest score, and the score; the first point and nan if all diverged."""
-    scores = [score(result, i, metric=metric, last=last) for i in range(len(result["points"]))]
+    scores = [score(result, i, last=last) for i in range(len(result["points"]))]
     if all(math.isnan(s) for s in scores):
         return 0, math.nan
     at = int(np.nanargmax(scores))
@@ -257,13 +257,13 @@ def spent(results: Iterable[Mapping[str, Any]]) -> str:
     return f"All runs together took {sum(r['seconds'] for r in results):.0f} s, compilation and evaluation included."
 
 
-def rounds_to(result: Mapping[str, Any], point: int, target: float, *, metric: str = "test_accuracy") -> float:
-    """The round at which a metric first reaches a target, linear between evaluations; inf if it never does.
+def rounds_to(result: Mapping[str, Any], point: int, target: float) -> float:
+    """The round at which the test accuracy first reaches a target, linear between evaluations; inf if it never does.
 
     >>> rounds_to({"rounds": [10, 20], "test_accuracy": [[0.4, 0.6]], "diverged": [False]}, 0, 0.5)
     15.0
     """
-    values = [math.nan if v is None else v for v in result[metric][point]]
+    values = [math.nan if v is None else v for v in result["test_accuracy"][point]]
     before = (0, 0.0)
     for now in zip(result["rounds"], values, strict=True):
         if now[1] >= target:

@@ -135,28 +135,28 @@ def figure_4() -> Figure:
     return _share_legend(figure)
 
 
-def figure_5(*, seed: int = 0) -> Figure:
+def figure_5() -> Figure:
     """Simulated MAML frontier beyond Lemma 4, d = 5 and 100, against FedAvg's (L = 10, gamma = 0.001)."""
     figure, (ax,) = panels(1)
-    _simulated(ax, seed, smoothness=10.0)
+    _simulated(ax, smoothness=10.0)
     _frame(ax, "L = 10, $\\gamma$ = 0.001")
     return _share_legend(figure)
 
 
-def figure_7(*, seed: int = 0) -> Figure:
+def figure_7() -> Figure:
     """Simulated MAML frontiers for L = 2, 5, 10 and 100."""
     figure, axes = panels(4)
     for ax, L in zip(axes, (2, 5, 10, 100), strict=True):
-        _simulated(ax, seed, smoothness=float(L))
+        _simulated(ax, smoothness=float(L))
         _frame(ax, f"L = {L}")
     return _share_legend(figure)
 
 
-def figure_8(*, seed: int = 0) -> Figure:
+def figure_8() -> Figure:
     """Simulated MAML frontiers by server momentum (L = 10)."""
     figure, axes = panels(3)
     for ax, momentum in zip(axes, MOMENTA, strict=True):
-        _simulated(ax, seed, smoothness=10.0, momentum=momentum)
+        _simulated(ax, smoothness=10.0, momentum=momentum)
         _frame(ax, NAMES[momentum])
     return _share_legend(figure)
 
@@ -173,11 +173,11 @@ def figure_9() -> Figure:
     return figure
 
 
-def figure_10(*, seed: int = 0) -> Figure:
+def figure_10() -> Figure:
     """Simulated MAML frontiers for alpha = 0, 0.5, 1 and 10 (L = 10)."""
     figure, axes = panels(4)
     for ax, alpha in zip(axes, (0.0, 0.5, 1.0, 10.0), strict=True):
-        _simulated(ax, seed, smoothness=10.0, alpha=alpha)
+        _simulated(ax, smoothness=10.0, alpha=alpha)
         _frame(ax, f"$\\alpha$ = {alpha:g}")
     return _share_legend(figure)
 
@@ -234,7 +234,7 @@ def bound_figure(bound: Bound) -> Figure:
     return figure
 
 
-def _simulated(ax: Axes, seed: int, *, smoothness: float, alpha: float = 0.0, momentum: Momentum = "none") -> None:
+def _simulated(ax: Axes, *, smoothness: float, alpha: float = 0.0, momentum: Momentum = "none") -> None:
     # Lemma 1 needs gamma < 1 / (L + alpha); all the figures' settings satisfy it with gamma = 0.001.
     _curve(
         ax,
@@ -244,7 +244,7 @@ def _simulated(ax: Axes, seed: int, *, smoothness: float, alpha: float = 0.0, mo
         width=3.0,
     )
     for i, dim in enumerate((5, 100), start=1):
-        f = simulated_frontier(mu=1.0, smoothness=smoothness, dim=dim, alpha=alpha, momentum=momentum, seed=seed)
+        f = simulated_frontier(mu=1.0, smoothness=smoothness, dim=dim, alpha=alpha, momentum=momentum)
         _curve(ax, f, f"$\\Theta_K$ (MAML), d = {dim}", i, width=1.0 if dim == 5 else 2.0)
 
 

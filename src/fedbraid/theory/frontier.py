@@ -311,12 +311,11 @@ def simulated_frontier(
     gamma: float = 0.001,
     alpha: float = 0.0,
     momentum: Momentum = "none",
-    family: Literal["sum", "last", "maml"] = "last",
     values: Sequence[int] | np.ndarray | None = None,
     seed: int = 0,
     resample: bool = True,
 ) -> Frontier:
-    """Appendix D: kappa from the eigenvalues of random matrices, for parameters that no lemma covers.
+    """Appendix D, Theta_K: kappa from the eigenvalues of random matrices, for parameters that no lemma covers.
 
     With ``resample`` every K has its own random matrix, as in the paper: noisy at dim = 5, smooth at dim = 100.
 
@@ -335,7 +334,7 @@ def simulated_frontier(
             pareto_frontier(
                 mu=mu,
                 smoothness=smoothness,
-                family=family,
+                family="last",
                 values=[int(k)],
                 gamma=gamma,
                 alpha=alpha,
@@ -344,15 +343,12 @@ def simulated_frontier(
             )
         )
     joined = {name: np.concatenate([getattr(p, name) for p in parts]) for name in ("values", "rho", "delta", "kappa")}
-    return Frontier("steps", label=f"{family}, simulated, d = {dim}", **joined)
+    return Frontier("steps", label=f"last, simulated, d = {dim}", **joined)
 
 
-def log_steps(low: int = 1, high: int = 1_000_000, per_decade: int = 40) -> np.ndarray:
-    """Distinct whole numbers in logarithmic steps: the K axis of the figures."""
-    decades = math.log10(high / low)
-    return np.unique(
-        np.round(np.logspace(math.log10(low), math.log10(high), int(decades * per_decade) + 1)).astype(int)
-    )
+def log_steps(per_decade: int = 40) -> np.ndarray:
+    """Distinct whole numbers from 1 to 10^6 in logarithmic steps: the K axis of the figures."""
+    return np.unique(np.round(np.logspace(0, 6, 6 * per_decade + 1)).astype(int))
 
 
 def _rate_from_log(log_kappa: np.ndarray, momentum: Momentum) -> np.ndarray:

@@ -182,8 +182,9 @@ def run(job: Job) -> Evidence:
     return Evidence(findings, _draw(counts, best, bounds, etas), (note,))
 
 
-def _large_server_step(rounds: int, factor: float = 1e6, steps: int = 10) -> float:
+def _large_server_step(rounds: int) -> float:
     """The same effective step with a large server step: drift vanishes with the local step."""
+    factor, steps = 1e6, 10
     eta, x = 1.0 / (2 * MU * factor * steps), np.array([START])
     for _ in range(rounds):
         x = x + factor * (_round(x, np.array([eta]), steps) - x)

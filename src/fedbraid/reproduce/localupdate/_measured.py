@@ -98,8 +98,9 @@ def excess(frontier: Frontier, kappa0: float) -> np.ndarray:
     return frontier.rho - np.interp(frontier.delta, curve(rho, kappa0), rho)
 
 
-def noise(smoothness: float, *, dim: int, gamma: float = 0.001, matrices: int = 40) -> float:
-    """Standard deviation of rho over random matrices, averaged over K from Lemma 4's end to twice the cusp's K."""
+def noise(smoothness: float, *, dim: int) -> float:
+    """Standard deviation of rho over 40 random matrices, averaged over K from Lemma 4's end to twice the cusp's K."""
+    gamma, matrices = 0.001, 40
     first = 1 / (gamma * smoothness)
     cusp = math.log(smoothness) / (math.log1p(-gamma) - math.log1p(-gamma * smoothness))
     ks = np.geomspace(1.2 * first, 2 * cusp, 6).round().astype(int)

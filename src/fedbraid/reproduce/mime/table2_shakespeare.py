@@ -84,9 +84,10 @@ def _beaten(name: str, ours: dict[str, float]) -> float:
     return min(value for other, value in ours.items() if other != name and math.isfinite(value)) - own
 
 
-def rhymes(*, clients: int = 24, size: int = 8, length: int = 5, symbols: int = 6, seed: int = 0) -> FederatedData:
+def rhymes(*, size: int = 8) -> FederatedData:
     """Generated text: each symbol is mostly the previous one plus a step that depends on the client."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
+    clients, length, symbols = 24, 5, 6
 
     def rows(step: int, n: int) -> dict[str, np.ndarray]:
         moves = np.where(rng.random((n, length)) < 0.9, step, rng.integers(1, symbols, (n, length)))
