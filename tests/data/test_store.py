@@ -229,7 +229,7 @@ def test_damage_is_found(store):
     field = store / "train.x.bin"
     whole = field.read_bytes()
     field.write_bytes(whole[:-4])
-    with pytest.raises(ValueError, match=r"train\.x\.bin: 92 bytes where 96 are due"):
+    with pytest.raises(ValueError, match=r"train\.x\.bin: 92 bytes, expected 96"):
         open_store(store)
     field.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
     open_store(store)  # the size is right: opening is cheap and does not read the data
@@ -251,8 +251,8 @@ def test_damage_is_found(store):
         (lambda h: h.clear(), "not a header"),
         (lambda h: h.update(version=99), "version 99"),
         (lambda h: h["splits"].pop("train"), "train"),
-        (lambda h: h["splits"]["train"]["fields"]["x"].update(file="../../etc/passwd"), "leaves the store"),
-        (lambda h: h["splits"]["train"]["fields"]["x"].update(file="/etc/passwd"), "leaves the store"),
+        (lambda h: h["splits"]["train"]["fields"]["x"].update(file="../../etc/passwd"), "outside of the store"),
+        (lambda h: h["splits"]["train"]["fields"]["x"].update(file="/etc/passwd"), "outside of the store"),
         (lambda h: h["splits"]["train"]["fields"]["x"].update(dtype="|O"), "unknown type"),
         (lambda h: h["splits"]["train"].pop("offsets"), "offsets"),
         (lambda h: h.update(preprocess=[{"name": "os.system"}]), "unknown preprocessing"),

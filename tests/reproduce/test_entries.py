@@ -7,6 +7,7 @@ import pytest
 
 from fedbraid.experiment.config import ConfigError
 from fedbraid.reproduce import Entry, Evidence, Finding, entries, reproduce, write_index, write_page
+from fedbraid.reproduce.page import page_text
 
 
 @pytest.mark.parametrize("name", list(entries()))
@@ -29,7 +30,7 @@ def test_entries_say_what_they_do(name):
 def test_a_miss_is_shown_as_one(tmp_path):
     from matplotlib.figure import Figure
 
-    entry = Entry("a title", "somebody", "a setting", "quickly", run=lambda job: None, deviations=("smaller",))
+    entry = Entry("a title", "a paper", "a setting", "quickly", run=lambda job: None, deviations=("smaller",))
     evidence = Evidence((Finding("x", "3", 4.0, 2.9, 3.1), Finding("y", "1", float("nan"), 0, 2)), Figure(), ("odd",))
     result = write_page(tmp_path, "one", entry, evidence, size="full", seconds=1.0, machine="a machine")
     assert (result["within"], result["of"]) == (0, 2)
@@ -68,9 +69,21 @@ def test_an_index_of_all_entries_has_nothing_to_add(tmp_path):
     assert "Not run yet" not in write_index(tmp_path).read_text()
 
 
+PAGES = Path(__file__).parents[2] / "docs" / "reproductions"
+
+
+@pytest.mark.parametrize("path", sorted(PAGES.glob("*.json")), ids=lambda path: path.stem)
+def test_our_pages_have_the_words_of_their_entries(path):
+    """Pages are text made from an entry's words and its committed result: a change of words rewrites the page."""
+    result = json.loads(path.read_text())
+    entry = entries()[path.stem]
+    assert result["title"] == entry.title
+    assert path.with_suffix(".md").read_text() == page_text(entry, result)
+
+
 def test_the_index_of_our_pages_names_every_entry():
-    """With its page or as not run; and where there is a page, ``--list`` does not go on saying otherwise."""
-    pages = Path(__file__).parents[2] / "docs" / "reproductions"
+    """Each entry has a page or is listed as not run; if it has a page, ``--list`` does not say "not run yet"."""
+    pages = PAGES
     with_page, _, not_run = (pages / "README.md").read_text().partition("## Not run yet")
     for name, entry in entries().items():
         if (pages / f"{name}.json").exists():
@@ -87,6 +100,6 @@ def test_unknown_names_and_missing_data_are_refused_before_work(tmp_path):
         if entry.needs:
             with pytest.raises(ConfigError, match=f"--data {entry.needs[0]}="):
                 reproduce(name, size="full", out=tmp_path)
-            with pytest.raises(ConfigError, match="nothing there"):
+            with pytest.raises(ConfigError, match="no such file or folder"):
                 reproduce(name, size="full", out=tmp_path, data={n: Path("/no/such") for n in entry.needs})
     assert not list(tmp_path.iterdir())

@@ -10,7 +10,7 @@ import pytest
 
 from fedbraid.data.federated import Split
 from fedbraid.theory import drift_bound, gaussian_least_squares, logistic_clients
-from fedbraid.theory.constants import envelope, estimate
+from fedbraid.theory.constants import Hessians, envelope, estimate, gradients
 
 
 def masked(values, batch):
@@ -66,6 +66,10 @@ def exact(split, x, kind, batch_size, weighting):
     }
 
 
+def least_squares(**options):
+    return Split.from_clients(gaussian_least_squares(**options).clients())
+
+
 def uneven(split, sizes):
     return Split.from_clients([{k: a[:n] for k, a in split.client(i).items()} for i, n in enumerate(sizes)])
 
@@ -74,16 +78,16 @@ def uneven(split, sizes):
 @pytest.mark.parametrize("kind", ["square", "logistic"])
 def test_all_clients_give_the_exact_constants(kind, weighting):
     if kind == "square":
-        split, loss = gaussian_least_squares(clients=5, dim=6, examples=60, seed=3).split(), square_loss
+        split, loss = least_squares(clients=5, dim=6, examples=60, seed=3), square_loss
     else:
-        split, loss = logistic_clients(clients=5, dim=6, examples=60, seed=3), logistic_loss
+        split, loss = Split.from_clients(logistic_clients(clients=5, dim=6, examples=60, seed=3)), logistic_loss
     split = uneven(split, [60, 31, 17, 44, 8])
     x = 0.3 * np.random.default_rng(0).standard_normal(6)
     with jax.enable_x64(True):
         got = estimate(loss, jnp.asarray(x), split, batch_size=4, weighting=weighting)
     for name, value in exact(split, x, kind, 4, weighting).items():
         assert getattr(got, name).value == pytest.approx(value, rel=1e-6), name
-        assert getattr(got, name).stderr == 0.0, name  # nobody was left out
+        assert getattr(got, name).stderr == 0.0, name  # all clients were sampled
     assert got.convex_here
     assert got.notes == ()
 
@@ -92,11 +96,11 @@ def test_all_clients_give_the_exact_constants(kind, weighting):
 def test_lanczos_in_float32_is_within_five_percent(kind):
     """The path of large models: nothing dense, products only, stopped at its default tolerance."""
     if kind == "square":
-        split, loss = gaussian_least_squares(clients=4, dim=30, examples=80, seed=1).split(), square_loss
+        split, loss = least_squares(clients=4, dim=30, examples=80, seed=1), square_loss
     else:
-        split, loss = logistic_clients(clients=4, dim=30, examples=80, seed=1), logistic_loss
+        split, loss = Split.from_clients(logistic_clients(clients=4, dim=30, examples=80, seed=1)), logistic_loss
     x = 0.2 * np.random.default_rng(0).standard_normal(30)
-    got = estimate(loss, jnp.asarray(x, jnp.float32), split, dense=0, delta_clients=4, batch_size=1)
+    got = estimate(loss, jnp.asarray(x, jnp.float32), split, hessians=Hessians(dense=0, compared=4), batch_size=1)
     truth = exact(split, x, kind, 1, "examples")
     for name in ("L", "L_client_max", "delta", "sigma2", "G2", "B2", "zeta"):
         assert getattr(got, name).value == pytest.approx(truth[name], rel=0.05), name
@@ -120,7 +124,7 @@ def test_sampling_clients_is_unbiased_within_its_standard_errors():
         "grad_norm2": np.sum(mean**2),
         "loss": 0.5 * np.mean(np.sum(centers**2, axis=1)),
     }
-    found = [estimate(loss, jnp.zeros(2), split, clients=40, seed=s, hessian=False) for s in range(30)]
+    found = [estimate(loss, jnp.zeros(2), split, clients=40, seed=s, hessians=None) for s in range(30)]
     for name, value in truth.items():
         values = np.array([getattr(c, name).value for c in found])
         errors = np.array([getattr(c, name).stderr for c in found])
@@ -132,13 +136,11 @@ def test_sampling_clients_is_unbiased_within_its_standard_errors():
 
 def test_batches_of_a_large_model_give_the_same_noise_as_single_examples(monkeypatch):
     """Large models see variance between batches, small ones between examples: the same S^2 in expectation."""
-    split = gaussian_least_squares(clients=3, dim=40, examples=400, seed=2).split()
+    split = least_squares(clients=3, dim=40, examples=400, seed=2)
     x = jnp.zeros(40)
-    small = estimate(square_loss, x, split, batch_size=10, hessian=False)
-    import fedbraid.theory.constants as module
-
-    monkeypatch.setattr(module, "_FEW", 100)  # as if 40 parameters were many
-    large = [estimate(square_loss, x, split, batch_size=10, hessian=False, seed=s).sigma2.value for s in range(8)]
+    small = estimate(square_loss, x, split, batch_size=10, hessians=None)
+    monkeypatch.setattr(gradients, "PER_EXAMPLE_LIMIT", 100)  # as if 40 parameters were many
+    large = [estimate(square_loss, x, split, batch_size=10, hessians=None, seed=s).sigma2.value for s in range(8)]
     assert np.mean(large) == pytest.approx(small.sigma2.value, rel=0.1)
     assert large[0] != small.sigma2.value
 
@@ -167,7 +169,7 @@ def test_a_loss_with_its_own_reverse_rule_works_too():
     def loss(x, batch, key):
         return masked(half_square(batch["x"] @ x - batch["y"]), batch)
 
-    split = gaussian_least_squares(clients=2, dim=3, examples=20).split()
+    split = least_squares(clients=2, dim=3, examples=20)
     plain, own = (estimate(f, jnp.zeros(3), split) for f in (square_loss, loss))
     assert own.L.value == pytest.approx(plain.L.value, rel=1e-5)
 
@@ -190,7 +192,7 @@ def test_identical_clients_have_no_dissimilarity():
 
 
 def test_envelope_takes_the_worst_and_the_table_prints():
-    split = gaussian_least_squares(clients=3, dim=2, examples=10).split()
+    split = least_squares(clients=3, dim=2, examples=10)
     points = [estimate(square_loss, x * jnp.ones(2), split) for x in (0.0, 5.0)]
     worst = envelope(points)
     assert worst.G2.value == max(p.G2.value for p in points)
@@ -206,20 +208,32 @@ def test_envelope_takes_the_worst_and_the_table_prints():
     ("options", "message"),
     [
         ({"clients": 0}, "clients must be at least 1"),
-        ({"examples": 0}, "examples must be at least 1"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"weighting": "size"}, "weighting must be"),
-        ({"tolerance": 0.0}, "tolerance"),
     ],
 )
 def test_bad_input_is_refused_by_name(options, message):
-    split = gaussian_least_squares(clients=2, dim=2, examples=4).split()
+    split = least_squares(clients=2, dim=2, examples=4)
     with pytest.raises(ValueError, match=message):
         estimate(square_loss, jnp.zeros(2), split, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"examples": 0}, "examples must be at least 1"),
+        ({"clients": 0}, "clients must be at least 1"),
+        ({"compared": 0}, "compared must be at least 1"),
+        ({"tolerance": 0.0}, "tolerance must lie between 0 and 1"),
+    ],
+)
+def test_bad_options_of_hessians_are_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        Hessians(**options)
+
+
 def test_bad_data_and_parameters_are_refused():
-    split = gaussian_least_squares(clients=2, dim=2, examples=4).split()
+    split = least_squares(clients=2, dim=2, examples=4)
     with pytest.raises(ValueError, match="floating"):
         estimate(square_loss, jnp.zeros(2, jnp.int32), split)
     with pytest.raises(ValueError, match="loss of client 0 is not finite"):

@@ -45,7 +45,7 @@ def test_the_safe_step_is_lemma_1_at_the_worst_point():
     assert advice.settings["client_lr"] == 0.05
     pulled = advise([constants()], SETTINGS._replace(alpha=2.0))
     assert pulled.safe_client_lr == pytest.approx(1 / 10)
-    assert "there is room" in text(advise([constants()], SETTINGS._replace(client_lr=0.01)))
+    assert "you can raise it" in text(advise([constants()], SETTINGS._replace(client_lr=0.01)))
     assert "within it" in text(advise([constants()], SETTINGS))
 
 
@@ -113,7 +113,7 @@ def test_probes_choose_the_smallest_number_of_steps_that_does_nearly_the_best():
     assert "0.8 times the client work" in text(advice)
     hopeless = advise([constants()], SETTINGS, [Probe(1, {1.0: -0.1})])
     assert hopeless.settings == {"client_lr": 0.12}
-    assert "smaller step before anything else" in text(hopeless)
+    assert "lower the client step first" in text(hopeless)
 
 
 def test_every_sentence_names_its_source_and_something_stays_unknown():
@@ -139,6 +139,17 @@ def test_a_small_run_from_end_to_end(tmp_path):
     json.dumps(found.as_dict())
     outcome = verify(load_config(settings=TINY), found.changes, target=0.0, seeds=1)
     assert outcome == {"configured": [1], "advised": [1]}
+
+
+def test_verification_knows_that_a_loss_falls_to_its_target():
+    """A target far above the loss is reached at once, one below 0 never; the other way round for an accuracy."""
+    config, never = load_config(settings=[*TINY, "rounds=2"]), {"configured": [None], "advised": [None]}
+    at_once = {"configured": [1], "advised": [1]}
+    assert verify(config, (), target=100.0, seeds=1, metric="test_loss") == at_once
+    assert verify(config, (), target=-1.0, seeds=1, metric="test_loss") == never
+    assert verify(config, (), target=2.0, seeds=1, metric="test_accuracy") == never
+    with pytest.raises(ValueError, match="'test_f1' is not evaluated; choose one of test_"):
+        verify(config, (), seeds=1, metric="test_f1")
 
 
 def test_the_command_prints_one_json_object_or_sentences(tmp_path):

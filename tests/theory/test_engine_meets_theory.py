@@ -129,7 +129,8 @@ def residual_loss(x, batch, key):
 
 def run(alg, rounds):
     """Client losses are sums over examples, as in the paper (objective="sum")."""
-    return np.asarray(simulate(alg, jnp.zeros(LEAST_FED.dim), LEAST.split(), rounds=rounds, devices=1).params)
+    clients = Split.from_clients(LEAST.clients())
+    return np.asarray(simulate(alg, jnp.zeros(LEAST_FED.dim), clients, rounds=rounds, devices=1).params)
 
 
 @pytest.mark.parametrize("e", [1, 10, 100])

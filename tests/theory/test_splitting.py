@@ -223,7 +223,7 @@ def test_theorem_2_choice_reaches_epsilon_on_a_singular_problem():
         ),
         (
             lambda fed: fedsplit_fixed_point(random_federation(2, 2, mu=1.0, smoothness=2.0, weights=[1, 3])),
-            "equally",
+            "equal client weights",
         ),
     ],
 )

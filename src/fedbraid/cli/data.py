@@ -1,4 +1,4 @@
-"""``fedbraid data``: what there is, raw files into stores, partitions, summaries and pictures."""
+"""``fedbraid data``: list data sets, import raw files into stores, partition, inspect and plot."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ importing = typer.Typer(help="Read raw files of a published format into a store.
 app.add_typer(importing, name="import")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Store = Annotated[Path, typer.Option("--out", help="The store to write (a new folder).")]
+Store = Annotated[Path, typer.Option("--out", help="Store to write (a new folder).")]
 Source = Annotated[str, typer.Argument(metavar="STORE|NAME", help="A store, a catalog name, or raw files.")]
-PathOption = Annotated[str | None, typer.Option("--path", help="The store or raw files of a catalog name.")]
+PathOption = Annotated[str | None, typer.Option("--path", help="Store or raw files for a catalog name.")]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="An option of the set, as in a config; repeatable."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Option of the data set, as in a configuration; repeatable."),
 ]
-Name = Annotated[str | None, typer.Option("--name", help="The set's catalog name, such as fashion-mnist.")]
+Name = Annotated[str | None, typer.Option("--name", help="Catalog name of the data set, such as fashion-mnist.")]
 Seed = Annotated[int, typer.Option(help="Seed of the shuffle within each client.")]
-DropEmpty = Annotated[bool, typer.Option("--drop-empty", help="Leave clients without examples out.")]
+DropEmpty = Annotated[bool, typer.Option("--drop-empty", help="Leave out clients without examples.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing store.")]
-Classes = Annotated[int | None, typer.Option(help="Number of labels; others are refused.")]
-Pixels = Annotated[str, typer.Option(help="uint8 (checked to lose nothing) or keep.")]
+Classes = Annotated[int | None, typer.Option(help="Number of labels; larger labels are refused.")]
+Pixels = Annotated[str, typer.Option(help="uint8 (refused if it would lose information) or keep.")]
 
 
 @app.command("list")
 def list_command(as_json: Json = False) -> None:
-    """The data sets that configs can name."""
+    """Data sets that a configuration can name."""
     from fedbraid.data.catalog import CATALOG
     from fedbraid.data.partition import PARTITIONERS
 
@@ -58,7 +58,9 @@ def inspect_command(
     source: Source,
     path: PathOption = None,
     settings: Settings = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Read a store's files and compare their checksums.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare the files of a store with their checksums.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Clients, examples, shapes, preprocessing, labels and sizes of a store or of a data set by name."""
@@ -91,21 +93,21 @@ def partition_command(
     path: PathOption = None,
     clients: Annotated[int | None, typer.Option(help="How many clients.")] = None,
     alpha: Annotated[float | None, typer.Option(help="Dirichlet parameter (pachinko: of the coarse labels).")] = None,
-    beta: Annotated[float | None, typer.Option(help="Pachinko's Dirichlet parameter of the fine labels.")] = None,
+    beta: Annotated[float | None, typer.Option(help="Pachinko: Dirichlet parameter of the fine labels.")] = None,
     per: Annotated[str | None, typer.Option(help="Dirichlet per class or per client.")] = None,
     sigma: Annotated[float | None, typer.Option(help="Spread of log-normal sizes.")] = None,
-    per_client: Annotated[int | None, typer.Option(help="Shards, and so labels, a client.")] = None,
-    size: Annotated[int | None, typer.Option(help="Pachinko's examples a client.")] = None,
+    per_client: Annotated[int | None, typer.Option(help="Shards per client.")] = None,
+    size: Annotated[int | None, typer.Option(help="Pachinko: examples per client.")] = None,
     min_size: Annotated[int | None, typer.Option(help="Fewest examples a client may have.")] = None,
     test_fraction: Annotated[
-        float | None, typer.Option(help="Held out of each client, if there is no test set.")
+        float | None, typer.Option(help="Share of each client held out, if there is no test set.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the partition.")] = 0,
     overwrite: Overwrite = False,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Write a picture (.png, .pdf or .svg).")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Write a figure (.png, .pdf or .svg).")] = None,
     as_json: Json = False,
 ) -> None:
-    """Split a set over clients and write the result as a store."""
+    """Partition a data set over clients and write the result as a store."""
     from fedbraid.data.catalog import CATALOG, load, repartition
     from fedbraid.data.describe import summarize_data
     from fedbraid.data.importing import open_source
@@ -140,12 +142,12 @@ def partition_command(
 @app.command("plot")
 def plot_command(
     source: Source,
-    out: Annotated[Path, typer.Option("--out", help="The picture to write (.png, .pdf or .svg).")] = Path("data.png"),
+    out: Annotated[Path, typer.Option("--out", help="Figure to write (.png, .pdf or .svg).")] = Path("data.png"),
     path: PathOption = None,
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Draw clients x labels and the clients' sizes."""
+    """Draw labels by client and the sizes of clients."""
     data = _load(source, path, settings)
     picture = _save(data, out)
     if as_json:
@@ -162,9 +164,9 @@ def import_tff(
     out: Store,
     name: Name = None,
     words: Annotated[int, typer.Option(help="StackOverflow: size of the vocabulary.")] = 10_000,
-    length: Annotated[int, typer.Option(help="StackOverflow: words a sentence.")] = 20,
+    length: Annotated[int, typer.Option(help="StackOverflow: words per sentence.")] = 20,
     vocabulary: Annotated[
-        Path | None, typer.Option(help="StackOverflow: one word a line, most frequent first.")
+        Path | None, typer.Option(help="StackOverflow: file with one word per line, most frequent first.")
     ] = None,
     pixels: Pixels = "uint8",
     seed: Seed = 0,
@@ -199,14 +201,16 @@ def import_idx(
     folder: Annotated[Path, typer.Argument(help="A folder with MNIST-style IDX files, or its archive.")],
     out: Store,
     name: Name = None,
-    clients: Annotated[Path | None, typer.Option(help="One client id a train row, such as QMNIST's labels.")] = None,
-    test_clients: Annotated[Path | None, typer.Option(help="One client id a test row.")] = None,
+    clients: Annotated[
+        Path | None, typer.Option(help="Client ids, one per train row, such as QMNIST's labels.")
+    ] = None,
+    test_clients: Annotated[Path | None, typer.Option(help="Client ids, one per test row.")] = None,
     classes: Classes = None,
     seed: Seed = 0,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """MNIST, Fashion-MNIST, EMNIST ... in their own IDX files."""
+    """MNIST, Fashion-MNIST, EMNIST and others in IDX files."""
     options = {"clients": clients, "test_clients": test_clients, "classes": classes}
     _import("idx", [folder], out, as_json, name=name, seed=seed, overwrite=overwrite, **options)
 
@@ -297,7 +301,7 @@ def _load(source: str, path: str | None, settings: list[str] | None) -> Any:
         return open_source(source)
     if Path(source).exists():
         return open_source(source)
-    return load(source, **options)  # which names what there is
+    return load(source, **options)  # an error that lists the known names
 
 
 def _settings(settings: list[str] | None) -> dict[str, Any]:
@@ -346,7 +350,7 @@ def _print_summary(summary: dict[str, Any]) -> None:
     if summary.get("labels"):
         skew = ""
         if "labels_per_client" in summary:
-            skew = f"; {summary['labels_per_client']:.1f} a client, divergence {summary['label_divergence']:.3f}"
+            skew = f"; {summary['labels_per_client']:.1f} per client, divergence {summary['label_divergence']:.3f}"
         print(f"  labels: {summary['labels']}{skew}")
     for note in summary.get("notes", []):
         print(f"  note: {note}")

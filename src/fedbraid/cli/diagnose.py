@@ -1,28 +1,35 @@
-"""``fedbraid diagnose``: the constants of a configuration's data, and advice from them."""
+"""``fedbraid diagnose``: estimate the constants of a configuration's data, and give advice from them."""
 
 from __future__ import annotations
 
-import json as json_
-import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedbraid.cli.finite_json import print_json
+
+if TYPE_CHECKING:
+    from fedbraid.experiment.diagnosis import Diagnosis
+
 
 def command(
-    config: Annotated[Path | None, typer.Argument(help="TOML file; without one the embedded default")] = None,
+    config: Annotated[Path | None, typer.Argument(help="TOML file (default: the embedded configuration)")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="key=value; may be repeated")] = None,
-    rounds: Annotated[int, typer.Option(help="length of the short run")] = 20,
-    points: Annotated[int, typer.Option(help="how many points of it to look at")] = 3,
-    clients: Annotated[int | None, typer.Option(help="clients to estimate from (default: 50, or 10 if costly)")] = None,
-    probe: Annotated[bool, typer.Option(help="try one round with 1 to 32 local steps")] = True,
-    verify: Annotated[int, typer.Option(help="train with configured and advised settings, this many seeds")] = 0,
-    target: Annotated[float, typer.Option(help="test accuracy that --verify counts rounds to")] = 0.9,
+    rounds: Annotated[int, typer.Option(help="rounds of the short run")] = 20,
+    points: Annotated[int, typer.Option(help="number of rounds of it at which to estimate")] = 3,
+    clients: Annotated[
+        int | None, typer.Option(help="clients to estimate from (default: 50; 10 for large models)")
+    ] = None,
+    probe: Annotated[bool, typer.Option(help="try one round each with 1 to 32 local steps")] = True,
+    verify: Annotated[int, typer.Option(help="train with configured and advised settings, with this many seeds")] = 0,
+    target: Annotated[float, typer.Option(help="value of --metric that --verify counts rounds to")] = 0.9,
+    metric: Annotated[str, typer.Option(help="metric of --verify")] = "test_accuracy",
     out: Annotated[Path | None, typer.Option(help="write a picture (.png, .pdf or .svg)")] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
 ) -> None:
-    """Estimate the constants of your data along a short run, and say what they advise."""
+    """Estimate the constants of your data along a short run, and advise settings."""
     from fedbraid.experiment.config import load_config
     from fedbraid.experiment.diagnosis import diagnose, diagnosis_figure
     from fedbraid.experiment.diagnosis import verify as run_both
@@ -43,10 +50,21 @@ def command(
 
         result["picture"] = str(save(diagnosis_figure(found), out))
     if verify:
-        result["verify"] = {"target": target, **run_both(loaded, found.changes, target=target, seeds=verify)}
+        counted = run_both(loaded, found.changes, target=target, seeds=verify, metric=metric)
+        result["verify"] = {"metric": metric, "target": target, **counted}
     if json:
-        print(json_.dumps(_plain(result), allow_nan=False))
-        return
+        return print_json(result)
+    _print(found, loaded.algorithm.options)
+    if verify:
+        print(f"\nrounds until {metric} reaches {target:g}")
+        for name in ("configured", "advised"):
+            print(f"  {name:<12} {result['verify'][name]}")
+    if out is not None:
+        print(f"\nwrote {out}")
+    return None
+
+
+def _print(found: Diagnosis, options: Mapping[str, Any]) -> None:
     for at, constants in zip(found.rounds, found.points, strict=True):
         print(f"after round {at}")
         print("  " + str(constants).split("\nnote:")[0].replace("\n", "\n  "))
@@ -55,25 +73,8 @@ def command(
         print(f"- {sentence}")
     if found.changes:
         print("\nsettings to try\n  " + "\n  ".join(f"--set {change}" for change in found.changes))
-        if "epochs" in loaded.algorithm.options and any("steps=" in change for change in found.changes):
-            print("  and leave algorithm.epochs out of the configuration: steps take its place")
+        if "epochs" in options and any("steps=" in change for change in found.changes):
+            print("  and remove algorithm.epochs from the configuration: steps replaces it")
     print("\nnot known")
     for line in found.advice.unknown:
         print(f"- {line}")
-    if verify:
-        print(f"\nrounds to a test accuracy of {target:g}")
-        for name in ("configured", "advised"):
-            print(f"  {name:<12} {result['verify'][name]}")
-    if out is not None:
-        print(f"\nwrote {out}")
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no infinity: null says that a number has no finite value."""
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value

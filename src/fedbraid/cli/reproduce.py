@@ -1,4 +1,4 @@
-"""``fedbraid reproduce``: figures and tables of the papers, the paper's number beside ours."""
+"""``fedbraid reproduce``: figures and tables of the papers, with the paper's numbers and ours."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rich.table import Table
 
 def command(
     names: Annotated[list[str] | None, typer.Argument(help="entries, or 'all'; see --list", metavar="NAME...")] = None,
-    list_: Annotated[bool, typer.Option("--list", help="show what there is")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="list the entries")] = False,
     full: Annotated[
         bool, typer.Option("--full/--quick", help="the paper's setting, or a small one that takes seconds")
     ] = False,
     data: Annotated[
-        list[str] | None, typer.Option("--data", help="where data for --full lie: shakespeare=FOLDER, femnist=FILE")
+        list[str] | None, typer.Option("--data", help="folders of data for --full: shakespeare=FOLDER, femnist=FOLDER")
     ] = None,
-    out: Annotated[Path, typer.Option(help="folder for pages, pictures and unfinished work")] = Path("reproductions"),
+    out: Annotated[Path, typer.Option(help="folder for pages, figures and unfinished work")] = Path("reproductions"),
     json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
 ) -> None:
-    """Reproduce figures and tables of the papers: a picture and a table "paper, ours, within band" each."""
+    """Reproduce figures and tables of the papers: each with a figure and a table (paper, ours, within band)."""
     from fedbraid.experiment.config import ConfigError
     from fedbraid.reproduce import entries, reproduce, write_index
     from fedbraid.simulation import use_cores
@@ -37,7 +37,7 @@ def command(
     for given in data or []:
         name, equals, place = given.partition("=")
         if not equals or not place:
-            raise ConfigError(f"--data reads NAME=FOLDER, got {given!r}")
+            raise ConfigError(f"--data must be NAME=FOLDER, got {given!r}")
         places[name] = Path(place)
     use_cores()
     console = Console(highlight=False, stderr=json)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from fedbraid.cli.finite_json import print_json
+
+if TYPE_CHECKING:
+    from fedbraid.theory import QuadraticFederation
 
 app = typer.Typer(help="What local update methods converge to, and how fast.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Out = Annotated[Path | None, typer.Option("--out", help="Write a picture (.png, .pdf or .svg).")]
+Out = Annotated[Path | None, typer.Option("--out", help="Write a figure (.png, .pdf or .svg).")]
 Mu = Annotated[float, typer.Option(help="Smallest eigenvalue of any client, mu.")]
 Smoothness = Annotated[float, typer.Option("--smoothness", "-L", help="Largest eigenvalue of any client, L.")]
 ThetaText = Annotated[str, typer.Option("--theta", help="1:K (FedAvg), K (FOMAML), maml, or weights such as 0,0.5,1.")]
@@ -28,11 +31,13 @@ def point_command(
     theta: ThetaText = "1:K",
     steps: Steps = None,
     alpha: Alpha = 0.0,
-    spectrum: Annotated[str, typer.Option(help="Eigenvalues of the client, such as 1,3,10: kappa from them.")] = "",
+    spectrum: Annotated[
+        str, typer.Option(help="Eigenvalues of the client, such as 1,3,10; kappa is computed from them.")
+    ] = "",
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """kappa, Delta and rho of one operating point, with the server settings that reach rho."""
+    """kappa, Delta and rho of one operating point, and the server settings that reach rho."""
     from fedbraid.theory import MOMENTA, parse_theta, point, server_optimizer
 
     chosen = parse_theta(theta, steps)
@@ -62,7 +67,7 @@ def point_command(
         title = f"{chosen}, $\\mu$ = {mu:g}, L = {smoothness:g}"
         result["picture"] = str(save(frontier_figure(curves, title=title, mark=p), out))
     if as_json:
-        return _print_json(result)
+        return print_json(result)
     print(f"kappa   {p.kappa:.6f}   (of kappa0 = {p.kappa0:g}; {p.method})")
     print(f"Delta   {p.delta:.6f}")
     for m in MOMENTA:
@@ -74,7 +79,7 @@ def point_command(
 
 @app.command("frontier")
 def frontier_command(
-    figure: Annotated[int | None, typer.Option(help="Redraw this figure of the paper: 1 to 5, 7 to 10.")] = None,
+    figure: Annotated[int | None, typer.Option(help="Draw this figure of the paper: 1 to 5, 7 to 10.")] = None,
     mu: Mu = 1.0,
     smoothness: Smoothness = 10.0,
     gamma: Annotated[float | None, typer.Option(help="Client learning rate, fixed while K varies.")] = None,
@@ -88,8 +93,6 @@ def frontier_command(
     as_json: Json = False,
 ) -> None:
     """The convergence-accuracy frontier, varying K or gamma; or one of the paper's figures."""
-    import numpy as np
-
     from fedbraid.theory import MOMENTA, pareto_frontier
 
     if figure is not None:
@@ -98,28 +101,13 @@ def frontier_command(
         if figure not in FIGURES:
             raise ValueError(f"--figure must be one of {', '.join(map(str, FIGURES))}, got {figure}")
         path = save(FIGURES[figure](), out or Path(f"figure{figure}.png"))
-        return _print_json({"figure": figure, "picture": str(path)}) if as_json else print(f"wrote {path}")
-    family = {"1:K": "sum", "K": "last", "MAML": "maml"}.get(theta.strip().upper())
-    if family is None:
-        raise ValueError(f"--theta must be 1:K, K or maml for a frontier, got {theta!r}")
+        return print_json({"figure": figure, "picture": str(path)}) if as_json else print(f"wrote {path}")
     if points < 2:
         raise ValueError(f"--points must be at least 2, got {points}")
     wanted: tuple[Any, ...] = MOMENTA if momentum == "all" else (momentum,)
-    if over == "steps":
-        gamma = 0.5 / (smoothness + alpha) if gamma is None else gamma
-        values = np.unique(np.round(np.geomspace(1, 1_000_000, points)).astype(int))
-    else:
-        steps = 100 if steps is None else steps
-        values = np.linspace(0.0, 1.0 / (smoothness + alpha), points + 1)[:-1]
-    common: dict[str, Any] = {
-        "mu": mu,
-        "smoothness": smoothness,
-        "family": family,
-        "over": over,
-        "alpha": alpha,
-        "gamma": gamma,
-        "steps": steps,
-    }
+    common, values = _frontier_axis(
+        theta, over, {"mu": mu, "smoothness": smoothness, "alpha": alpha}, gamma, steps, points
+    )
     curves = {m: pareto_frontier(**common, momentum=m, values=values) for m in wanted}
     result: dict[str, Any] = {
         **common,
@@ -133,13 +121,32 @@ def frontier_command(
         title = f"$\\mu$ = {mu:g}, L = {smoothness:g}, $\\alpha$ = {alpha:g}, $\\Theta$ = {theta}"
         result["picture"] = str(save(frontier_figure(smooth, title=title), out))
     if as_json:
-        return _print_json(result)
+        return print_json(result)
     first = next(iter(curves.values()))
     print(f"{'K' if over == 'steps' else 'gamma':>10} {'Delta':>10} " + " ".join(f"rho {m:>12}" for m in wanted))
     for i, v in enumerate(values):
         rates = " ".join(f"{f.rho[i]:16.6f}" for f in curves.values())
         print(f"{v:>10.6g} {first.delta[i]:10.6f} {rates}")
     _print_notes((), out)
+
+
+def _frontier_axis(
+    theta: str, over: str, curvature: dict[str, float], gamma: float | None, steps: int | None, points: int
+) -> tuple[dict[str, Any], Any]:
+    """The arguments of `pareto_frontier`, and the values of K or gamma to report."""
+    import numpy as np
+
+    family = {"1:K": "sum", "K": "last", "MAML": "maml"}.get(theta.strip().upper())
+    if family is None:
+        raise ValueError(f"--theta must be 1:K, K or maml for a frontier, got {theta!r}")
+    top = curvature["smoothness"] + curvature["alpha"]
+    if over == "steps":
+        gamma = 0.5 / top if gamma is None else gamma
+        values = np.unique(np.round(np.geomspace(1, 1_000_000, points)).astype(int))
+    else:
+        steps = 100 if steps is None else steps
+        values = np.linspace(0.0, 1.0 / top, points + 1)[:-1]
+    return {**curvature, "family": family, "over": over, "gamma": gamma, "steps": steps}, values
 
 
 @app.command("fixed-point")
@@ -155,40 +162,16 @@ def fixed_point_command(
     step: Annotated[float | None, typer.Option(help="Step s of FedGD and FedProx (default 1 / L).")] = None,
     local_steps: Annotated[str, typer.Option(help="Local steps e of FedGD, several allowed: 1,10,100.")] = "1,10,100",
     epsilon: Annotated[float, typer.Option(help="Count rounds until F - F* is at most this.")] = 1e-3,
-    rounds: Annotated[int, typer.Option(help="Look at this many rounds.")] = 1000,
+    rounds: Annotated[int, typer.Option(help="Number of rounds to compute.")] = 1000,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Where FedGD(s, e), FedProx and FedSplit stop on least squares, how far off that is, and how soon."""
-    import numpy as np
-
-    from fedbraid import theory
-
+    """Fixed points of FedGD(s, e), FedProx and FedSplit on least squares, their errors, and rounds to epsilon."""
     fed = _problem(problem, clients, dim, examples, kappa, seed)
     if rounds < 1:
         raise ValueError(f"--rounds must be at least 1, got {rounds}")
     s = 1.0 / fed.smoothness if step is None else step
-    t = np.arange(rounds + 1)
-    best = fed.minimizer
-    histories: dict[str, Any] = {}
-    methods: dict[str, Any] = {}
-
-    def add(name: str, at: Any, gaps: Any) -> None:
-        histories[name] = (t, gaps)
-        away = at - best
-        methods[name] = {
-            "distance": float(np.linalg.norm(away)),
-            "gap": float(0.5 * fed.num_clients * away @ fed.hessian @ away),
-            "rounds_to_epsilon": theory.rounds_until(gaps, epsilon),
-            "fixed_point": at.tolist(),
-        }
-
-    for e in (int(v) for v in _numbers(local_steps)):
-        at = theory.fedgd_fixed_point(fed, step=s, local_steps=e)
-        add(f"FedGD(e = {e})", at, theory.fedgd_gap(fed, t, step=s, local_steps=e))
-    add("FedProx", theory.fedprox_fixed_point(fed, step=s), theory.fedprox_gap(fed, t, step=s))
-    if np.allclose(fed.weights, 1.0 / fed.num_clients) and fed.mu > 0:
-        add("FedSplit", theory.fedsplit_fixed_point(fed).x, theory.fedsplit_gap(fed, rounds))
+    histories, methods = _fixed_points(fed, s, [int(v) for v in _numbers(local_steps)], rounds, epsilon)
     result: dict[str, Any] = {
         "clients": fed.num_clients,
         "dim": fed.dim,
@@ -196,7 +179,7 @@ def fixed_point_command(
         "smoothness": fed.smoothness,
         "step": s,
         "epsilon": epsilon,
-        "minimizer": best.tolist(),
+        "minimizer": fed.minimizer.tolist(),
         "methods": methods,
     }
     if out is not None:
@@ -205,7 +188,7 @@ def fixed_point_command(
         title = f"{fed.num_clients} clients, d = {fed.dim}, $\\kappa_0$ = {fed.kappa0:.4g}"
         result["picture"] = str(save(fixed_point_figure(histories, title=title), out))
     if as_json:
-        return _print_json(result)
+        return print_json(result)
     print(f"{fed.num_clients} clients, d = {fed.dim}, eigenvalues {fed.mu:.4g} .. {fed.smoothness:.4g}, s = {s:.4g}")
     print(f"{'method':<16} {'||x - x*||':>12} {'F(x) - F*':>12} {'rounds to ' + format(epsilon, 'g'):>18}")
     for name, m in methods.items():
@@ -215,10 +198,38 @@ def fixed_point_command(
     _print_notes((), out)
 
 
+def _fixed_points(
+    fed: QuadraticFederation, step: float, local_steps: list[int], rounds: int, epsilon: float
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """For each method: its gaps over the rounds, and a summary of its fixed point."""
+    import numpy as np
+
+    from fedbraid import theory
+
+    t = np.arange(rounds + 1)
+    found: dict[str, tuple[Any, Any]] = {}
+    for e in local_steps:
+        at = theory.fedgd_fixed_point(fed, step=step, local_steps=e)
+        found[f"FedGD(e = {e})"] = (at, theory.fedgd_gap(fed, t, step=step, local_steps=e))
+    found["FedProx"] = (theory.fedprox_fixed_point(fed, step=step), theory.fedprox_gap(fed, t, step=step))
+    if np.allclose(fed.weights, 1.0 / fed.num_clients) and fed.mu > 0:
+        found["FedSplit"] = (theory.fedsplit_fixed_point(fed).x, theory.fedsplit_gap(fed, rounds))
+    methods = {}
+    for name, (at, gaps) in found.items():
+        away = at - fed.minimizer
+        methods[name] = {
+            "distance": float(np.linalg.norm(away)),
+            "gap": float(0.5 * fed.num_clients * away @ fed.hessian @ away),
+            "rounds_to_epsilon": theory.rounds_until(gaps, epsilon),
+            "fixed_point": at.tolist(),
+        }
+    return {name: (t, gaps) for name, (_, gaps) in found.items()}, methods
+
+
 @app.command("bound")
 def bound_command(
-    name: Annotated[str, typer.Argument(help="Which bound; leave it out to list them.")] = "",
-    settings: Annotated[list[str] | None, typer.Option("--set", "-s", help="name=value, as often as needed.")] = None,
+    name: Annotated[str, typer.Argument(help="Which bound; without it, a list.")] = "",
+    settings: Annotated[list[str] | None, typer.Option("--set", "-s", help="name=value; may be repeated.")] = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -241,7 +252,7 @@ def bound_command(
     if not name:
         listing = {k: (inspect.getdoc(f) or "").splitlines()[0] for k, f in table.items()}
         if as_json:
-            return _print_json({"bounds": listing})
+            return print_json({"bounds": listing})
         for k, line in listing.items():
             print(f"{k:<18} {line}")
         return None
@@ -255,7 +266,7 @@ def bound_command(
         given[key.strip().replace("-", "_")] = _value(value)
     parameters = inspect.signature(table[name]).parameters
     allowed = [p for p in parameters if p != "evidence"]
-    if "theta" in parameters:  # bounds on local updates: theta and steps as the other commands take them
+    if "theta" in parameters:  # as for the other commands: theta as text, steps beside it
         given["theta"] = parse_theta(str(given.get("theta", "1:K")), given.pop("steps", None))
     for key in given:
         if key not in allowed:
@@ -270,12 +281,12 @@ def bound_command(
 
         result["picture"] = str(save(bound_figure(bound), out))
     if as_json:
-        return _print_json(result)
+        return print_json(result)
     print(bound)
     return _print_notes((), out)
 
 
-def _problem(problem: str, clients: int, dim: int, examples: int, kappa: float, seed: int) -> Any:
+def _problem(problem: str, clients: int, dim: int, examples: int, kappa: float, seed: int) -> QuadraticFederation:
     import numpy as np
 
     from fedbraid import theory
@@ -328,18 +339,3 @@ def _print_notes(notes: tuple[str, ...], out: Path | None) -> None:
         print(f"note: {note}")
     if out is not None:
         print(f"wrote {out}")
-
-
-def _print_json(result: dict[str, Any]) -> None:
-    print(json.dumps(_plain(result), allow_nan=False))
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no infinity: null says that a number has no finite value."""
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value

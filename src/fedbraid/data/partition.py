@@ -99,11 +99,18 @@ def dirichlet(
         )
     rng = _rng(seed)
     rows = _rows_by_label(labels, rng)
-    if per == "client":
+    if per == "class":
+        return _dirichlet_per_class(rows, clients, alpha, min_size=min_size, retries=retries, rng=rng)
+    if sigma:
+        sizes = log_normal_sizes(len(labels), clients=clients, sigma=sigma, min_size=min_size, rng=rng)
+    else:
         sizes = _even(len(labels), clients)
-        if sigma:
-            sizes = log_normal_sizes(len(labels), clients=clients, sigma=sigma, min_size=min_size, rng=rng)
-        return _deal(rows, _counts_per_client(rows, sizes, alpha, rng), rng)
+    return _deal(rows, _counts_per_client(rows, sizes, alpha, rng), rng)
+
+
+def _dirichlet_per_class(
+    rows: list[np.ndarray], clients: int, alpha: float, *, min_size: int, retries: int, rng: np.random.Generator
+) -> Parts:
     smallest = 0
     for _ in range(max(1, retries)):
         p = np.exp(_log_dirichlet(rng, alpha, (len(rows), clients)))
@@ -113,8 +120,8 @@ def dirichlet(
             return _deal(rows, counts, rng)
     raise ValueError(
         f"Dirichlet(alpha = {alpha}) over {clients} clients: in {retries} draws some client always had fewer than "
-        f"min_size = {min_size} of the {len(labels)} rows (best: {smallest}); use a larger alpha, fewer clients, "
-        'a smaller min_size, or per="client", which fixes the sizes'
+        f"min_size = {min_size} of the {sum(map(len, rows))} rows (best: {smallest}); use a larger alpha, fewer "
+        'clients, a smaller min_size, or per="client", which fixes the sizes'
     )
 
 

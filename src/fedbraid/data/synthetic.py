@@ -1,4 +1,4 @@
-"""Synthetic federated data: the papers' generators, and a StackOverflow-shaped set for measuring scale."""
+"""Synthetic federated data: the problems of the papers, and text in the shape of StackOverflow to measure scale."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.data.partition import log_normal_sizes
 from fedbraid.data.preprocess import Pipeline
+from fedbraid.problems import conditioned_linear, gaussian_linear, gaussian_logistic
 
 __all__ = ["SYNTHETIC", "conditioned", "heterogeneous", "least_squares", "logistic", "sentences", "sentences_data"]
 
@@ -19,28 +20,24 @@ def least_squares(
 ) -> FederatedData:
     """FedSplit, App. B.1: ``b_j = A_j x0 + v_j``, standard normal designs, noise variance 0.25.
 
-    ``drift > 0`` gives client ``j`` its own solution ``x0 + drift u_j``, ``u_j`` standard normal: heterogeneity that
-    the paper's ensemble lacks. ``info["x0"]`` is the common part.
+    ``drift > 0`` gives client ``j`` its own solution ``x0 + drift u_j`` with standard normal ``u_j``: heterogeneity
+    that the paper's data lacks. ``info["x0"]`` is the common part.
 
     >>> least_squares(clients=3, d=4, size=5).train.arrays["x"].shape
     (15, 4)
     """
     _check(clients=clients, d=d, size=size)
-    rng = np.random.default_rng(seed)
-    x0 = rng.standard_normal(d)
-    rows = []
-    for _ in range(clients):
-        a = rng.standard_normal((size, d))
-        own = x0 + drift * rng.standard_normal(d) if drift else x0
-        rows.append({"x": a, "y": a @ own + np.sqrt(variance) * rng.standard_normal(size)})
-    return _data("synthetic-least-squares", rows, {"x0": x0.tolist()})
+    made = gaussian_linear(clients=clients, dim=d, examples=size, noise_variance=variance, drift=drift, seed=seed)
+    info = {"x0": made.truth.tolist()}
+    return _data("synthetic-least-squares", made.designs, made.responses.astype(np.float32), info)
 
 
 def conditioned(
     *, kappa: float = 100.0, clients: int = 10, d: int = 100, size: int = 400, variance: float = 1.0, seed: int = 0
 ) -> FederatedData:
-    """FedSplit, App. B.3: least squares whose every design ``A_j = U_j Lambda V_j`` has squared singular values
-    ``(kappa, 1, ..., 1)``, ``U_j`` and ``V_j`` Haar orthogonal; needs ``size >= d``.
+    """FedSplit, App. B.3: least squares whose designs have squared singular values ``(kappa, 1, ..., 1)``.
+
+    The singular vectors of each client are random. Needs ``size >= d``.
 
     >>> a = conditioned(kappa=9.0, clients=1, d=3, size=5).train.arrays["x"]
     >>> [round(float(s), 6) for s in np.linalg.svd(a.astype(float), compute_uv=False)]
@@ -49,32 +46,21 @@ def conditioned(
     _check(clients=clients, d=d, size=size)
     if size < d or kappa < 1:
         raise ValueError(f"needs size >= d and kappa >= 1, got size = {size}, d = {d}, kappa = {kappa}")
-    rng = np.random.default_rng(seed)
-    x0 = rng.standard_normal(d)
-    singular = np.ones(d)
-    singular[0] = np.sqrt(kappa)
-    rows = []
-    for _ in range(clients):
-        a = (_haar(rng, size)[:, :d] * singular) @ _haar(rng, d)
-        rows.append({"x": a, "y": a @ x0 + np.sqrt(variance) * rng.standard_normal(size)})
-    return _data("synthetic-conditioned", rows, {"x0": x0.tolist(), "kappa": kappa})
+    made = conditioned_linear(kappa, clients=clients, dim=d, examples=size, noise_variance=variance, seed=seed)
+    info = {"x0": made.truth.tolist(), "kappa": kappa}
+    return _data("synthetic-conditioned", made.designs, made.responses.astype(np.float32), info)
 
 
 def logistic(*, clients: int = 10, d: int = 100, size: int = 1000, seed: int = 0) -> FederatedData:
-    """FedSplit, App. B.2.1: labels in {0, 1} with P(y = 1) = sigmoid(a^T x0), everything standard normal.
+    """FedSplit, App. B.2.1: labels in {0, 1} with P(y = 1) = sigmoid(a^T x0), ``a`` and ``x0`` standard normal.
 
     >>> sorted(set(logistic(clients=2, d=3, size=50).train.arrays["y"].tolist()))
     [0, 1]
     """
     _check(clients=clients, d=d, size=size)
-    rng = np.random.default_rng(seed)
-    x0 = rng.standard_normal(d)
-    rows = []
-    for _ in range(clients):
-        a = rng.standard_normal((size, d))
-        y = rng.random(size) < 1 / (1 + np.exp(-(a @ x0)))
-        rows.append({"x": a, "y": y.astype(np.int32)})
-    return _data("synthetic-logistic", rows, {"x0": x0.tolist(), "classes": 2})
+    made = gaussian_logistic(clients=clients, dim=d, examples=size, seed=seed)
+    info = {"x0": made.truth.tolist(), "classes": 2}
+    return _data("synthetic-logistic", made.features, made.positive.astype(np.int32), info)
 
 
 def heterogeneous(
@@ -92,8 +78,9 @@ def heterogeneous(
     """Synthetic(alpha, beta) of Li et al., *Federated Optimization in Heterogeneous Networks* (FedProx).
 
     Client ``k`` draws a model ``W_k, b_k ~ N(u_k, 1)``, ``u_k ~ N(0, alpha)`` and inputs ``x ~ N(v_k, Sigma)``,
-    ``v_k ~ N(B_k, 1)``, ``B_k ~ N(0, beta)``, Sigma diagonal with ``j^-1.2``; labels are the model's argmax. alpha
-    moves the models apart, beta the inputs. Sizes are log-normal with ``sigma`` around ``mean_size``.
+    ``v_k ~ N(B_k, 1)``, ``B_k ~ N(0, beta)``, Sigma diagonal with ``j^-1.2``; labels are the model's argmax. So
+    alpha is the heterogeneity of the models and beta that of the inputs. Sizes are log-normal with ``sigma`` around
+    ``mean_size``.
 
     >>> heterogeneous(clients=4, mean_size=20).train.num_clients
     4
@@ -122,7 +109,7 @@ def heterogeneous(
 def sentences(
     *, clients: int = 342_477, examples: int = 20_000_000, words: int = 10_000, length: int = 20, seed: int = 0
 ) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
-    """A StackOverflow-shaped set, client by client: log-normal sizes, Zipf words, sentences of up to ``length`` words.
+    """Text in the shape of StackOverflow, client by client: log-normal sizes, Zipf words, up to ``length`` words each.
 
     >>> client, fields = next(sentences(clients=3, examples=30))
     >>> client, fields["x"].dtype.name, fields["x"].shape[1]
@@ -134,13 +121,13 @@ def sentences(
     rng = np.random.default_rng(seed)
     sizes = log_normal_sizes(examples, clients=clients, sigma=1.0, rng=rng)
     weights = 1.0 / np.arange(1, words + 1)
-    # a table of words in their frequencies, so that drawing a word is drawing a position
+    # Each word is repeated by its frequency: a uniform index into the table draws a word from Zipf's law.
     repeats = np.rint(4 * weights / weights[-1]).astype(np.int64)
     table = np.repeat(np.arange(1, words + 1, dtype=np.uint16), repeats)
     begin, end = words + 2, words + 3
     at = np.arange(length + 1)
     done = 0
-    while done < clients:  # blocks of clients share the random draws, which is what makes this fast
+    while done < clients:  # one block of random draws serves many clients, for speed
         stop = done + 1
         while stop < clients and sizes[done:stop].sum() + sizes[stop] <= 1 << 16 and stop - done < 4096:
             stop += 1
@@ -148,7 +135,7 @@ def sentences(
         block = np.empty((n, length + 1), np.uint16)
         block[:, 0] = begin
         block[:, 1:] = table[rng.integers(0, len(table), (n, length))]
-        ends = rng.integers(2, length + 6, n)[:, None]  # beyond the window: cut off, without its end
+        ends = rng.integers(2, length + 6, n)[:, None]  # beyond the window: truncated, without an end token
         block[at == ends] = end
         block[np.broadcast_to(at > ends, block.shape)] = 0
         start = 0
@@ -162,7 +149,7 @@ def sentences(
 def sentences_data(
     *, clients: int = 1_000, examples: int = 50_000, words: int = 10_000, length: int = 20, seed: int = 0
 ) -> FederatedData:
-    """A small set of ``sentences`` in memory.
+    """A small data set of ``sentences`` in memory.
 
     >>> sentences_data(clients=5, examples=50).train.num_examples
     50
@@ -174,19 +161,14 @@ def sentences_data(
     return FederatedData(split, None, "synthetic-sentences", info, preprocess=integers)
 
 
-def _haar(rng: np.random.Generator, n: int) -> np.ndarray:
-    q, r = np.linalg.qr(rng.standard_normal((n, n)))
-    return q * np.sign(np.diag(r))  # without the signs QR's rotation is not uniform
-
-
 def _check(**sizes: int) -> None:
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
 
 
-def _data(name: str, rows: list[dict[str, Any]], info: Mapping[str, Any]) -> FederatedData:
-    rows = [{k: v.astype(np.float32) if v.dtype == np.float64 else v for k, v in r.items()} for r in rows]
+def _data(name: str, x: np.ndarray, y: np.ndarray, info: Mapping[str, Any]) -> FederatedData:
+    rows = [{"x": one.astype(np.float32), "y": labels} for one, labels in zip(x, y, strict=True)]
     source = {"source": "synthetic, after Pathak & Wainwright, FedSplit, App. B"}
     return FederatedData(Split.from_clients(rows), None, name, {**source, **info})
 
@@ -195,6 +177,6 @@ SYNTHETIC: Mapping[str, tuple[Callable[..., FederatedData], str]] = {
     "synthetic-least-squares": (least_squares, "least squares with standard normal designs (FedSplit, B.1)"),
     "synthetic-conditioned": (conditioned, "least squares with a given condition number (FedSplit, B.3)"),
     "synthetic-logistic": (logistic, "binary labels of a logistic model (FedSplit, B.2.1)"),
-    "synthetic-heterogeneous": (heterogeneous, "Synthetic(alpha, beta): models and inputs apart (FedProx)"),
+    "synthetic-heterogeneous": (heterogeneous, "Synthetic(alpha, beta): clients differ in models and inputs (FedProx)"),
     "synthetic-sentences": (sentences_data, "next word, StackOverflow-shaped"),
 }

@@ -1,7 +1,7 @@
-"""The papers' figures and tables as commands: the paper's number, ours, and whether ours lies in the band.
+"""Figures and tables of the papers as commands: the paper's number, ours, and whether ours is within the band.
 
-One file an entry, in a folder for its paper; each holds an `Entry` named ``ENTRY``. A file found there is an entry:
-there is no list to add it to.
+Each entry is one file in the folder of its paper, with an `Entry` named ``ENTRY``. Files are found by themselves: there
+is no list of entries to edit. Files that begin with an underscore are shared by the entries of a folder.
 """
 
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job, Size

@@ -1,4 +1,4 @@
-"""What a reproduction consists of: a setting, what the paper says, what we found, how we deviate."""
+"""The parts of a reproduction: the setting, the paper's statements, our findings, our deviations."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Size = Literal["quick", "full"]
 
 
 class Finding(NamedTuple):
-    """One thing that the paper states and what we found; ``ours`` counts if ``low <= ours <= high``.
+    """One statement of the paper and our value for it, which is within its band if ``low <= ours <= high``.
 
-    A statement without a number ("A is above B") has a truth value for ``ours`` and no band; None was not run.
+    For a statement without a number ("A is above B") ``ours`` is a bool and there is no band. None: not run.
 
     >>> Finding("accuracy of FedAvg", "56.7", 55.9, 55.2, 58.2).within
     True
@@ -38,7 +38,7 @@ class Finding(NamedTuple):
     def within(self) -> bool:
         if self.ours is None or isinstance(self.ours, bool):
             return bool(self.ours)
-        return bool(math.isfinite(self.ours) and self.low <= self.ours <= self.high)  # NumPy's is no bool for JSON
+        return bool(math.isfinite(self.ours) and self.low <= self.ours <= self.high)  # json cannot write NumPy's bool
 
     @property
     def band(self) -> str:
@@ -57,7 +57,7 @@ class Finding(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """What a reproduction gives: findings, a picture, and what was noticed in this very run."""
+    """The result of a run: findings, a figure, and notes on this run."""
 
     findings: tuple[Finding, ...]
     figure: Figure
@@ -65,11 +65,12 @@ class Evidence(NamedTuple):
 
 
 class Job(NamedTuple):
-    """How an entry is to run.
+    """How to run an entry.
 
-    ``quick`` takes seconds on a laptop and needs no files; ``full`` is the paper's setting, as near as the data allow.
-    ``work`` is a folder of the entry's own in which long work is kept, to go on from after an interruption.
-    ``data`` names folders of data sets (``{"shakespeare": Path(...)}``). ``tell`` takes one line of progress.
+    size: "quick" takes seconds on a laptop and needs no files; "full" is the paper's setting, as far as the data allow.
+    work: a folder of this entry, in which long runs are saved and continued after an interruption.
+    data: folders of data sets, such as ``{"shakespeare": Path(...)}``.
+    tell: called with one line of progress.
     """
 
     size: Size
@@ -82,20 +83,20 @@ class Job(NamedTuple):
         return self.size == "full"
 
     def path_of(self, dataset: str) -> Path:
-        """Where a data set lies; an error says how to name it."""
+        """The folder of a data set; if it was not given, the error says how to give it."""
         if dataset not in self.data:
             raise ConfigError(f"this entry needs {dataset} data for --full: add --data {dataset}=FOLDER")
         path = Path(self.data[dataset])
         if not path.exists():
-            raise ConfigError(f"--data {dataset}={path}: there is nothing there")
+            raise ConfigError(f"--data {dataset}={path}: no such file or folder")
         return path
 
 
 class Entry(NamedTuple):
     """One figure or table of a paper.
 
-    ``setting`` and ``deviations`` are of ``--full``; ``quick`` says what the quick form checks. ``remarks`` hold what
-    we make of the last full run: why a finding lies outside its band, if we know.
+    ``setting`` and ``deviations`` describe ``--full``; ``quick`` says what the quick form checks. ``remarks`` interpret
+    the last full run: for example, why a finding is outside of its band, if that is known.
     """
 
     title: str

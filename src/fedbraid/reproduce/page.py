@@ -1,11 +1,11 @@
-"""A reproduction on a page: table, picture, deviations; and the index of all pages in a folder."""
+"""The page of a reproduction (table, figure, deviations), and the index of all pages in a folder."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from fedbraid import __version__
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Size
 from fedbraid.reproduce.registry import entries
 
-__all__ = ["write_index", "write_page"]
+__all__ = ["page_text", "write_index", "write_page"]
 
 DPI = 80
 
@@ -37,7 +37,7 @@ def write_page(
         "version": __version__,
     }
     (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    (out / f"{name}.md").write_text("\n".join(_page(name, entry, evidence, result)), encoding="utf-8")
+    (out / f"{name}.md").write_text(page_text(entry, result), encoding="utf-8")
     return result
 
 
@@ -55,7 +55,7 @@ def _row(finding: Finding) -> dict[str, Any]:
 
 
 def shown(ours: Any) -> str:
-    """A value as the tables show it.
+    """A value as it stands in the tables.
 
     >>> shown(True), shown(0.123456), shown(12345.6), shown(None)
     ('yes', '0.1235', '1.235e+04', 'not run')
@@ -67,7 +67,12 @@ def shown(ours: Any) -> str:
     return f"{ours:.4g}" if isinstance(ours, int | float) else str(ours)
 
 
-def _page(name: str, entry: Entry, evidence: Evidence, result: dict[str, Any]) -> list[str]:
+def page_text(entry: Entry, result: Mapping[str, Any]) -> str:
+    """The page as Markdown, from the words of an entry and the content of its JSON file.
+
+    After a change of the words, ``NAME.md`` can be written again without a new run.
+    """
+    name = result["name"]
     lines = [f"# {entry.title}", "", f"{entry.paper}", "", f"![{entry.title}]({name}.png)", ""]
     lines += _table(
         ("", "paper", "ours", "band we accept", "within"),
@@ -80,7 +85,7 @@ def _page(name: str, entry: Entry, evidence: Evidence, result: dict[str, Any]) -
     lines += ["", "## Setting", "", about]
     if result["size"] == "full" and entry.deviations:
         lines += ["", "## Deviations from the paper", "", *_items(entry.deviations)]
-    remarks = (entry.remarks if result["size"] == "full" else ()) + evidence.notes
+    remarks = [*(entry.remarks if result["size"] == "full" else ()), *result["notes"]]
     if remarks:
         lines += ["", "## Remarks", "", *_items(remarks)]
     data = "".join(f" --data {needed}=FOLDER" for needed in entry.needs) if result["size"] == "full" else ""
@@ -92,7 +97,7 @@ def _page(name: str, entry: Entry, evidence: Evidence, result: dict[str, Any]) -
         f" fedbraid {result['version']}.",
         "",
     ]
-    return lines
+    return "\n".join(lines)
 
 
 def _items(texts: Iterable[str]) -> list[str]:
@@ -105,12 +110,12 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _counted(name: str) -> list[str]:
-    """Sorts fig10 after fig9."""
+    """A sort key that puts fig10 after fig9."""
     return [f"{int(part):04}" if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def write_index(out: Path) -> Path:
-    """Write ``README.md`` of a folder from the results that lie in it, and name the entries that have none."""
+    """Write ``README.md`` of a folder from the results in it, and list the entries without a result."""
     found = [
         json.loads(path.read_text(encoding="utf-8"))
         for path in sorted(out.glob("*.json"), key=lambda path: _counted(path.stem))
@@ -118,9 +123,9 @@ def write_index(out: Path) -> Path:
     lines = [
         "# Reproductions",
         "",
-        "Every figure and table of the five papers that we tried, with the paper's numbers beside ours. A row is",
-        "*within* if our number lies in the band that its entry states; what lies outside is here all the same.",
-        "`fedbraid reproduce --list` shows what there is, `fedbraid reproduce NAME --full` makes a page anew.",
+        "Figures and tables of five papers, with the paper's numbers and ours. A row is *within* if our number lies",
+        "in the band that the entry states. Rows outside of their band are listed too.",
+        "`fedbraid reproduce --list` lists the entries; `fedbraid reproduce NAME --full` runs one and writes its page.",
         "",
     ]
     rows = []
@@ -135,10 +140,10 @@ def write_index(out: Path) -> Path:
 
 
 def _not_run(found: Set[str]) -> list[str]:
-    """A section with the entries that have no page: what nobody has run must not pass for a result."""
+    """A section that lists the entries without a result."""
     missing = sorted(entries().keys() - found, key=_counted)
     if not missing:
         return []
     rows = [(name, entries()[name].title, ", ".join(entries()[name].needs)) for name in missing]
-    about = "These entries are written, but no result lies here: nothing is known of how they come out."
+    about = "These entries have not been run with the paper's setting: their results are unknown."
     return ["", "## Not run yet", "", about, "", *_table(("entry", "what", "data for --full"), rows)]

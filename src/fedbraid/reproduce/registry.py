@@ -1,4 +1,4 @@
-"""Which entries there are, and how one is run."""
+"""Find the entries, and run one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def reproduce(
     data: Mapping[str, Path] | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Run one entry and write ``out/NAME.json``, ``.md`` and ``.png``; returns what the JSON file holds."""
+    """Run one entry and write ``out/NAME.json``, ``.md`` and ``.png``; returns the content of the JSON file."""
     from fedbraid.reproduce.page import write_page
 
     if name not in entries():

@@ -1,7 +1,7 @@
-"""Training runs of the entries: points as one program, in pieces that are kept and gone on from.
+"""Training runs of the entries: many points as one program, saved in parts so that a stopped run can continue.
 
-The result of a run is a small JSON file in the entry's work folder; a run that was stopped goes on from the models kept
-beside it. Both are read again only if they were made by the same configuration, points and data.
+The result of a run is a small JSON file in the entry's work folder. A run that was stopped continues from the models
+saved beside it. Both are used again only if the configuration, the points and the data are the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fedbraid.simulation.result import Checkpoints
 
 __all__ = ["Swap", "best", "rounds_to", "score", "spent", "train"]
 
-UNASKED = ("engine", "checkpoint")  # sections that do not change results
+IGNORED = ("engine", "checkpoint")  # sections of a configuration that do not change results
 Swap = Callable[[Callable, Mapping[str, Any]], Algorithm]  # (loss, options of the configuration's algorithm)
 
 
@@ -44,23 +44,19 @@ def train(
     swap: Swap | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Run all points for ``config.rounds`` rounds, or read ``work/NAME.json`` where that was done before.
+    """Run all points for ``config.rounds`` rounds, or read ``work/NAME.json`` if that was done before.
 
-    seeds: every point is run at each; the points of the result then have a ``seed``, all points of a seed together.
-    marks: rounds to evaluate after, beside those that the configuration says.
-    piece: rounds between checkpoints; None keeps nothing before the end.
-    swap: makes the algorithm in place of the one that the configuration names.
+    seeds: every point runs with each seed. With several seeds, the points of the result have a ``seed`` and are
+        sorted by it.
+    marks: rounds after which to evaluate, in addition to those of the configuration.
+    piece: save models and curves every this many rounds; None saves only the final result.
+    swap: makes the algorithm that runs instead of the one that the configuration names.
 
-    The result has ``points``, ``rounds`` (those evaluated), ``diverged``, one list a point of every metric of the test
-    split under its name, ``train_loss`` at every round, the ``models`` sent a round (both ways) and ``seconds``.
+    The result has ``points``; ``rounds``, those that were evaluated; ``diverged``; for every test metric, under its
+    name, one list per point; ``train_loss`` of every round; ``models``, the number of models sent per round, down and
+    up; and ``seconds``.
     """
-    asked: dict[str, Any] = {
-        "config": config.model_dump(mode="json") | {"seed": seeds[0]},
-        "points": [dict(point) | ({"seed": seed} if len(seeds) > 1 else {}) for seed in seeds for point in points],
-        "marks": sorted(marks),
-        "data": [data.name, *([split.num_clients, split.num_examples] for split in (data.train, data.test) if split)],
-        "swap": None if swap is None else f"{swap.__module__}.{swap.__qualname__}",
-    }
+    asked = _request(config, data, points, seeds, marks, swap)
     path = work / f"{name}.json"
     if path.exists():
         kept = json.loads(path.read_text(encoding="utf-8"))
@@ -97,6 +93,24 @@ def train(
     return result
 
 
+def _request(
+    config: Config,
+    data: FederatedData,
+    points: Sequence[Point],
+    seeds: Sequence[int],
+    marks: Collection[int],
+    swap: Swap | None,
+) -> dict[str, Any]:
+    """What determines a result, as JSON: a saved result is used only if this is the same."""
+    return {
+        "config": config.model_dump(mode="json") | {"seed": seeds[0]},
+        "points": [dict(point) | ({"seed": seed} if len(seeds) > 1 else {}) for seed in seeds for point in points],
+        "marks": sorted(marks),
+        "data": [data.name, *([split.num_clients, split.num_examples] for split in (data.train, data.test) if split)],
+        "swap": None if swap is None else f"{swap.__module__}.{swap.__qualname__}",
+    }
+
+
 def _checkpoints(folder: Path, every: int, asked: Mapping[str, Any]) -> Checkpoints:
     """Checkpoints of one part of a training; those of another training in the same folder are removed."""
     about = folder / "asked.json"
@@ -127,26 +141,29 @@ def _plain(value: float) -> float | None:
 
 
 def _same(kept: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
-    """Whether a file answers what is asked: how it was computed does not matter, nor keys added since, at defaults."""
+    """Whether a saved request equals this one; keys that were added to configurations since count as their defaults."""
     try:
-        configs = [parse({k: v for k, v in one["config"].items() if k not in UNASKED}) for one in (kept, asked)]
-    except ConfigError:  # a key that has gone since
+        configs = [parse({k: v for k, v in one["config"].items() if k not in IGNORED}) for one in (kept, asked)]
+    except ConfigError:  # a key that was removed since
         return False
     return configs[0] == configs[1] and all(kept.get(key) == asked[key] for key in asked if key != "config")
 
 
-# --- what is kept of an unfinished run -------------------------------------------------------------------------------
+# --- saving an unfinished run ----------------------------------------------------------------------------------------
 
 
 def _replace(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write beside and rename: a run that is stopped while it writes leaves the file before."""
+    """Write to a temporary file and rename it: a run that is stopped while it writes keeps the previous file."""
     temporary = path.with_name(f"part-{path.name}")
     write(temporary)
     os.replace(temporary, path)
 
 
-def score(result: Mapping[str, Any], point: int, *, metric: str = "test_accuracy", last: int = 100) -> float:
-    """The mean of a metric over the evaluations of the last rounds; nan for a point that diverged.
+# --- reading a result ------------------------------------------------------------------------------------------------
+
+
+def score(result: Mapping[str, Any], point: int, *, last: int = 100) -> float:
+    """The mean test accuracy over the evaluations of the last rounds; nan for a point that diverged.
 
     >>> result = {"rounds": [10, 20, 30], "test_accuracy": [[0.1, 0.5, 0.7]], "diverged": [False]}
     >>> round(score(result, 0, last=20), 6)
@@ -155,13 +172,13 @@ def score(result: Mapping[str, Any], point: int, *, metric: str = "test_accuracy
     if result["diverged"][point]:
         return math.nan
     least = result["rounds"][-1] - last
-    seen = [v for r, v in zip(result["rounds"], result[metric][point], strict=True) if r > least]
+    seen = [v for r, v in zip(result["rounds"], result["test_accuracy"][point], strict=True) if r > least]
     return math.nan if None in seen else float(np.mean(seen))
 
 
-def best(result: Mapping[str, Any], *, metric: str = "test_accuracy", last: int = 100) -> tuple[int, float]:
+def best(result: Mapping[str, Any], *, last: int = 100) -> tuple[int, float]:
     """The point with the highest score, and the score; the first point and nan if all diverged."""
-    scores = [score(result, i, metric=metric, last=last) for i in range(len(result["points"]))]
+    scores = [score(result, i, last=last) for i in range(len(result["points"]))]
     if all(math.isnan(s) for s in scores):
         return 0, math.nan
     at = int(np.nanargmax(scores))
@@ -169,7 +186,7 @@ def best(result: Mapping[str, Any], *, metric: str = "test_accuracy", last: int 
 
 
 def spent(results: Iterable[Mapping[str, Any]]) -> str:
-    """What all runs took, in words: an entry that goes on from kept results takes less.
+    """The training time of all runs, in words. (An entry that reads saved results takes less time itself.)
 
     >>> spent([{"seconds": 61.0}, {"seconds": 3.0}])
     'All runs together took 64 s, compilation and evaluation included.'
@@ -177,13 +194,13 @@ def spent(results: Iterable[Mapping[str, Any]]) -> str:
     return f"All runs together took {sum(r['seconds'] for r in results):.0f} s, compilation and evaluation included."
 
 
-def rounds_to(result: Mapping[str, Any], point: int, target: float, *, metric: str = "test_accuracy") -> float:
-    """The round at which a metric first reaches a target, linear between evaluations; inf if it never does.
+def rounds_to(result: Mapping[str, Any], point: int, target: float) -> float:
+    """The round at which the test accuracy first reaches a target, linear between evaluations; inf if it never does.
 
     >>> rounds_to({"rounds": [10, 20], "test_accuracy": [[0.4, 0.6]], "diverged": [False]}, 0, 0.5)
     15.0
     """
-    values = [math.nan if v is None else v for v in result[metric][point]]
+    values = [math.nan if v is None else v for v in result["test_accuracy"][point]]
     before = (0, 0.0)
     for now in zip(result["rounds"], values, strict=True):
         if now[1] >= target:

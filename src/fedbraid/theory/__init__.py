@@ -1,11 +1,12 @@
-"""Theory you can run: what local update methods converge to, how fast, and what your data says about it.
+"""Theory you can run: what local update methods converge to, and how fast.
 
-Closed forms in float64 NumPy, apart from the simulator: quadratic federations, surrogate losses, convergence-accuracy
-frontiers, fixed points of averaging and splitting, and published bounds as objects that say what they assume. The
-constants of real data are estimated by `fedbraid.theory.constants`, advice is given by
-`fedbraid.experiment.diagnosis`, and
-the figures are drawn by `fedbraid.theory.figures`; these three are imported by name, because they need jax or
-matplotlib.
+Closed forms in float64 NumPy: quadratic federations, surrogate losses, convergence-accuracy frontiers, fixed points of
+averaging and splitting, and published bounds as objects that list their assumptions. This package runs no training and
+imports nothing from the simulator or from `fedbraid.data`.
+
+Two modules are imported by name, because they need jax or matplotlib: `fedbraid.theory.constants` estimates the
+constants of real data, `fedbraid.theory.figures` draws the figures. Advice for a configuration is in
+`fedbraid.experiment.diagnosis`, because it runs experiments.
 """
 
 from fedbraid.theory.bounds import (
@@ -50,7 +51,6 @@ from fedbraid.theory.quadratics import (
     lower_bound_pair,
     random_federation,
     random_spectrum,
-    synthetic_clients,
 )
 from fedbraid.theory.splitting import (
     Regularized,
@@ -150,7 +150,6 @@ __all__ = [
     "split_step",
     "suboptimality_bound",
     "surrogate_loss",
-    "synthetic_clients",
     "theta_last",
     "theta_maml",
     "theta_sum",

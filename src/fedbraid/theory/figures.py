@@ -1,7 +1,7 @@
-"""Figures of Charles and Konecny, "Convergence and Accuracy Trade-Offs ...", one call each; and the command line's.
+"""Figures of Charles and Konecny, "Convergence and Accuracy Trade-Offs ...", and of the command line.
 
-Every function returns a `matplotlib.figure.Figure` that belongs to no global state; `save` writes it. Colours are Okabe
-and Ito's, which stay apart for colour-blind readers; line styles differ as well, for print.
+Every function returns a new `matplotlib.figure.Figure` and leaves pyplot alone; `save` writes it. Colours are those of
+Okabe and Ito, which colour-blind readers can distinguish; line styles differ as well, for print.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ __all__ = [
     "figure_10",
     "fixed_point_figure",
     "frontier_figure",
+    "panels",
     "save",
 ]
 
@@ -50,7 +51,7 @@ NAMES = {"none": "no momentum", "nesterov": "Nesterov", "heavy_ball": "heavy bal
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Write a figure; the file's ending chooses the format (png, pdf, svg).
+    """Write a figure; the file extension chooses the format (png, pdf, svg).
 
     >>> import tempfile, pathlib
     >>> save(figure_3(), pathlib.Path(tempfile.mkdtemp()) / "figure3.png").name
@@ -58,24 +59,24 @@ def save(figure: Figure, path: str | Path) -> Path:
     """
     path = Path(path)
     if not path.suffix:
-        raise ValueError(f"--out {str(path)!r} has no ending that names a picture format; use .png, .pdf or .svg")
+        raise ValueError(f"--out {str(path)!r} has no file extension; use .png, .pdf or .svg")
     if not path.parent.is_dir():
-        raise ValueError(f"--out {str(path)!r}: the folder {str(path.parent)!r} does not exist; make it first")
+        raise ValueError(f"--out {str(path)!r}: the folder {str(path.parent)!r} does not exist; create it first")
     supported = figure.canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in supported:
-        raise ValueError(f"--out {str(path)!r}: {path.suffix} is no picture format here; use .png, .pdf or .svg")
+        raise ValueError(f"--out {str(path)!r}: {path.suffix} is not a supported format; use .png, .pdf or .svg")
     figure.savefig(path, dpi=160)
     return path
 
 
 def frontier_figure(curves: Mapping[str, Frontier], *, title: str = "", mark: Point | None = None) -> Figure:
-    """Any set of frontiers in one panel; ``mark`` sets dots at an operating point.
+    """Frontiers in one panel; ``mark`` adds a dot per momentum at an operating point.
 
     >>> curves = {"FedAvg": pareto_frontier(mu=1.0, smoothness=10.0, gamma=0.01, values=[1, 10, 100])}
     >>> len(frontier_figure(curves).axes)
     1
     """
-    figure, (ax,) = _panels(1)
+    figure, (ax,) = panels(1)
     _curves(ax, list(curves.values()), list(curves))
     if mark is not None:
         dots = [mark.rho[m] for m in MOMENTA]
@@ -86,7 +87,7 @@ def frontier_figure(curves: Mapping[str, Frontier], *, title: str = "", mark: Po
 
 def figure_1() -> Figure:
     """FedAvg's frontier, varying K (gamma = 0.01) and varying gamma (K = 100), for L = 5 and 50."""
-    figure, axes = _panels(2)
+    figure, axes = panels(2)
     for ax, over in zip(axes, ("steps", "gamma"), strict=True):
         curves = [
             pareto_frontier(mu=1.0, smoothness=L, over=over, gamma=0.01, steps=100, label=f"L = {L}") for L in (5, 50)
@@ -97,8 +98,8 @@ def figure_1() -> Figure:
 
 
 def figure_2() -> Figure:
-    """Server momentum on FedAvg's frontier, gamma = 1 / (2 L), for L = 2, 10, 100; dots mirror the heavy ball."""
-    figure, axes = _panels(3)
+    """Server momentum on FedAvg's frontier, gamma = 1 / (2 L), L = 2, 10, 100; dots are the heavy ball, mirrored."""
+    figure, axes = panels(3)
     for ax, L in zip(axes, (2, 10, 100), strict=True):
         for i, momentum in enumerate(MOMENTA):
             f = pareto_frontier(mu=1.0, smoothness=L, gamma=0.5 / L, momentum=momentum)
@@ -112,7 +113,7 @@ def figure_2() -> Figure:
 
 def figure_3() -> Figure:
     """FedProx: alpha shortens FedAvg's frontier and does not move it (L = 10, gamma = 1 / (2 (L + alpha)))."""
-    figure, (ax,) = _panels(1)
+    figure, (ax,) = panels(1)
     for i, alpha in enumerate((0.0, 0.5, 1.0, 5.0)):
         f = pareto_frontier(mu=1.0, smoothness=10.0, gamma=0.5 / (10.0 + alpha), alpha=alpha)
         _curve(ax, f, f"$\\alpha$ = {alpha:g}", i, width=8.0 - 2.2 * i, style="-")
@@ -122,7 +123,7 @@ def figure_3() -> Figure:
 
 def figure_4() -> Figure:
     """FedAvg (gamma = 0.001) against MAML-style messages (gamma = 1 / (2 L K)), by momentum, L = 10."""
-    figure, axes = _panels(3)
+    figure, axes = panels(3)
     for ax, momentum in zip(axes, MOMENTA, strict=True):
         fedavg = pareto_frontier(mu=1.0, smoothness=10.0, gamma=0.001, momentum=momentum)
         maml = pareto_frontier(
@@ -134,35 +135,35 @@ def figure_4() -> Figure:
     return _share_legend(figure)
 
 
-def figure_5(*, seed: int = 0) -> Figure:
+def figure_5() -> Figure:
     """Simulated MAML frontier beyond Lemma 4, d = 5 and 100, against FedAvg's (L = 10, gamma = 0.001)."""
-    figure, (ax,) = _panels(1)
-    _simulated(ax, seed, smoothness=10.0)
+    figure, (ax,) = panels(1)
+    _simulated(ax, smoothness=10.0)
     _frame(ax, "L = 10, $\\gamma$ = 0.001")
     return _share_legend(figure)
 
 
-def figure_7(*, seed: int = 0) -> Figure:
+def figure_7() -> Figure:
     """Simulated MAML frontiers for L = 2, 5, 10 and 100."""
-    figure, axes = _panels(4)
+    figure, axes = panels(4)
     for ax, L in zip(axes, (2, 5, 10, 100), strict=True):
-        _simulated(ax, seed, smoothness=float(L))
+        _simulated(ax, smoothness=float(L))
         _frame(ax, f"L = {L}")
     return _share_legend(figure)
 
 
-def figure_8(*, seed: int = 0) -> Figure:
+def figure_8() -> Figure:
     """Simulated MAML frontiers by server momentum (L = 10)."""
-    figure, axes = _panels(3)
+    figure, axes = panels(3)
     for ax, momentum in zip(axes, MOMENTA, strict=True):
-        _simulated(ax, seed, smoothness=10.0, momentum=momentum)
+        _simulated(ax, smoothness=10.0, momentum=momentum)
         _frame(ax, NAMES[momentum])
     return _share_legend(figure)
 
 
 def figure_9() -> Figure:
-    """A proximal pull on MAML-style messages inside Lemma 4 (gamma = 1e-7, K up to where the lemma ends)."""
-    figure, (ax,) = _panels(1)
+    """A proximal term with MAML-style messages inside Lemma 4 (gamma = 1e-7, K up to the lemma's limit)."""
+    figure, (ax,) = panels(1)
     for i, alpha in enumerate((0.0, 0.5, 1.0, 5.0)):
         last = int((1e7 - alpha) / 10.0) - 1
         ks = np.unique(np.round(np.geomspace(1, min(last, 1_000_000), 200)).astype(int))
@@ -172,11 +173,11 @@ def figure_9() -> Figure:
     return figure
 
 
-def figure_10(*, seed: int = 0) -> Figure:
+def figure_10() -> Figure:
     """Simulated MAML frontiers for alpha = 0, 0.5, 1 and 10 (L = 10)."""
-    figure, axes = _panels(4)
+    figure, axes = panels(4)
     for ax, alpha in zip(axes, (0.0, 0.5, 1.0, 10.0), strict=True):
-        _simulated(ax, seed, smoothness=10.0, alpha=alpha)
+        _simulated(ax, smoothness=10.0, alpha=alpha)
         _frame(ax, f"$\\alpha$ = {alpha:g}")
     return _share_legend(figure)
 
@@ -200,7 +201,7 @@ def fixed_point_figure(gaps: Mapping[str, tuple[np.ndarray, np.ndarray]], *, tit
     >>> len(fixed_point_figure({"FedSplit": (np.arange(3), np.array([1.0, 0.1, 0.01]))}).axes)
     1
     """
-    figure, (ax,) = _panels(1, width=6.0)
+    figure, (ax,) = panels(1, width=6.0)
     for i, (name, (t, gap)) in enumerate(gaps.items()):
         ax.plot(t, np.maximum(gap, 1e-16), STYLES[i % 4], color=COLOURS[i % 7], lw=2, label=name)
     ax.set(xlabel="round", ylabel="$F(x_t) - F^*$", yscale="log", title=title)
@@ -210,13 +211,13 @@ def fixed_point_figure(gaps: Mapping[str, tuple[np.ndarray, np.ndarray]], *, tit
 
 
 def bound_figure(bound: Bound) -> Figure:
-    """A bound's terms as bars, on a logarithmic axis where they differ much.
+    """The terms of a bound as bars, on a logarithmic axis if they differ by a factor above 100.
 
     >>> from fedbraid.theory import drift_bound
     >>> len(bound_figure(drift_bound(eta=0.1, tau=5, smoothness=1.0, zeta=1.0, sigma2=1.0)).axes)
     1
     """
-    figure, (ax,) = _panels(1, width=7.0, height=3.2)
+    figure, (ax,) = panels(1, width=7.0, height=3.2)
     names, values = list(bound.terms), np.array(list(bound.terms.values()), float)
     bars = ax.barh(names, values, color=[COLOURS[i % 7] for i in range(len(names))])
     ax.bar_label(bars, [f"{v:.3g}" for v in values], padding=4, fontsize=9)
@@ -233,7 +234,7 @@ def bound_figure(bound: Bound) -> Figure:
     return figure
 
 
-def _simulated(ax: Axes, seed: int, *, smoothness: float, alpha: float = 0.0, momentum: Momentum = "none") -> None:
+def _simulated(ax: Axes, *, smoothness: float, alpha: float = 0.0, momentum: Momentum = "none") -> None:
     # Lemma 1 needs gamma < 1 / (L + alpha); all the figures' settings satisfy it with gamma = 0.001.
     _curve(
         ax,
@@ -243,11 +244,12 @@ def _simulated(ax: Axes, seed: int, *, smoothness: float, alpha: float = 0.0, mo
         width=3.0,
     )
     for i, dim in enumerate((5, 100), start=1):
-        f = simulated_frontier(mu=1.0, smoothness=smoothness, dim=dim, alpha=alpha, momentum=momentum, seed=seed)
+        f = simulated_frontier(mu=1.0, smoothness=smoothness, dim=dim, alpha=alpha, momentum=momentum)
         _curve(ax, f, f"$\\Theta_K$ (MAML), d = {dim}", i, width=1.0 if dim == 5 else 2.0)
 
 
-def _panels(count: int, *, width: float = 3.6, height: float = 3.6) -> tuple[Figure, Sequence[Axes]]:
+def panels(count: int, *, width: float = 3.6, height: float = 3.6) -> tuple[Figure, Sequence[Axes]]:
+    """A figure with a row of axes; sizes are per panel, in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -267,7 +269,7 @@ def _curve(ax: Axes, f: Frontier, label: str, i: int, width: float = 2.0, style:
 
 
 def _share_legend(figure: Figure) -> Figure:
-    """One legend above all panels, where it hides no curve."""
+    """One legend above all panels, outside of the axes."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
     for ax in figure.axes:
         legend = ax.get_legend()

@@ -11,7 +11,7 @@ and in the range of Lemma 6 ``b / a = kappa0 / kappa``, whence the law of the he
 
     artanh(rho) + artanh(Delta) = ln(kappa0) / 4,
 
-which is symmetric in rho and Delta (docs/theory/heavy-ball.md). Logarithms also keep K = 10^6 finite.
+which is symmetric in rho and Delta (docs/theory/frontiers.md). Logarithms also keep K = 10^6 finite.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ MOMENTA: tuple[Momentum, ...] = ("none", "nesterov", "heavy_ball")
 
 
 class Point(NamedTuple):
-    """One operating point. ``method`` says where kappa comes from, ``notes`` what the reader must know about it.
+    """One operating point. ``method`` says how kappa was computed, ``notes`` what limits it.
 
-    The surrogate's extreme curvatures are kept as logarithms, because Theta_K with many steps makes them vanish.
+    The surrogate's extreme curvatures are kept as logarithms, because with Theta_K and many steps they underflow.
     """
 
     kappa: float
@@ -87,7 +87,7 @@ class ServerOptimizer(NamedTuple):
 
 
 class Frontier(NamedTuple):
-    """``rho`` and ``delta`` over ``values`` of ``over`` ("steps" or "gamma"); ``kappa`` beside them."""
+    """``rho``, ``delta`` and ``kappa`` at the ``values`` of ``over`` ("steps" or "gamma")."""
 
     over: str
     values: np.ndarray
@@ -130,7 +130,7 @@ def server_optimizer(smoothness: float, strong_convexity: float, momentum: Momen
 
 
 def rounds_to(epsilon: float, rho: float) -> int:
-    """Rounds until ``rho^T <= epsilon``: how long the first term of Corollary 1 takes to shrink by that factor.
+    """Rounds until ``rho^T <= epsilon``: the first term of Corollary 1 has then shrunk by the factor epsilon.
 
     >>> rounds_to(1e-3, 0.5)
     10
@@ -148,7 +148,7 @@ def heavy_ball_delta(rho: ArrayLike, kappa0: float) -> np.ndarray:
     >>> import numpy as np
     >>> rho = 0.3
     >>> delta = heavy_ball_delta(rho, 10.0)
-    >>> bool(np.isclose(heavy_ball_delta(delta, 10.0), rho))  # its own inverse: the frontier is symmetric
+    >>> bool(np.isclose(heavy_ball_delta(delta, 10.0), rho))  # its own inverse, so the frontier is symmetric
     True
     """
     rho = np.asarray(rho, float)
@@ -159,11 +159,11 @@ def heavy_ball_delta(rho: ArrayLike, kappa0: float) -> np.ndarray:
 
 
 def kappa(federation: QuadraticFederation, *, gamma: float, theta: Theta, alpha: float = 0.0) -> float:
-    """Eq. (9), exactly: the mean over clients of the largest eigenvalue of ``Q_i A_i`` over that of the smallest.
+    """Eq. (9), exactly: mean of the largest eigenvalue of ``Q_i A_i`` over clients, divided by mean of the smallest.
 
     >>> from fedbraid.theory.quadratics import random_federation
     >>> fed = random_federation(4, 3, mu=1.0, smoothness=10.0)
-    >>> round(kappa(fed, gamma=0.05, theta=theta_sum(10)), 6)  # every A_i ends at mu and L: Lemma 3 is tight
+    >>> round(kappa(fed, gamma=0.05, theta=theta_sum(10)), 6)  # every A_i attains mu and L: Lemma 3 is tight
     2.489697
     """
     top, bottom, _ = _federation_extremes(federation, gamma, theta, alpha)
@@ -182,9 +182,9 @@ def point(
     """kappa, rho and Delta guaranteed for every federation with ``mu I <= A_i <= L I``, or for one spectrum.
 
     Inside the range of Lemma 3 (Theta_{1:K}) or Lemma 4 (Theta_K) the answer is the lemma's. Outside it, kappa
-    depends on the eigenvalues in between: with ``eigenvalues`` it is computed from them (Appendix D), without them it
-    is the exact worst case over all spectra in [mu, L]; ``method`` and ``notes`` say which. Delta is that of Lemma 5,
-    which is eq. (17) in the range of Lemma 6.
+    depends on the eigenvalues between mu and L. With ``eigenvalues`` it is computed from them (Appendix D). Without
+    them it is the exact worst case over all spectra in [mu, L]. ``method`` and ``notes`` say which. Delta is that of
+    Lemma 5, which is eq. (17) in the range of Lemma 6.
 
     >>> p = point(mu=1.0, smoothness=10.0, gamma=0.05, theta=theta_sum(10))
     >>> round(p.kappa, 6), round(p.delta, 6), round(p.rho["heavy_ball"], 6), p.method
@@ -209,7 +209,7 @@ def point(
         )
         if not ok:
             raise ValueError(_no_surrogate(gamma, theta, limit))
-        notes.append(f"gamma is outside Lemma 1 (gamma < {limit:.6g}), yet Q is positive definite here")
+        notes.append(f"gamma is outside Lemma 1 (gamma < {limit:.6g}), but Q is positive definite here")
     lemma = _lemma(smoothness, gamma, theta, alpha) if safe and lam is None else None
     if lemma is not None:
         lam, method = np.array([mu, smoothness], float), lemma
@@ -232,7 +232,7 @@ def point(
 
 
 def federation_point(federation: QuadraticFederation, *, gamma: float, theta: Theta, alpha: float = 0.0) -> Point:
-    """kappa by eq. (9), rho by Table 2 and Delta by Lemma 5 for one federation: nothing is bounded away.
+    """kappa by eq. (9), rho by Table 2 and Delta by Lemma 5 for one federation: exact values, not bounds.
 
     >>> from fedbraid.theory.quadratics import random_federation
     >>> p = federation_point(random_federation(4, 3, mu=1.0, smoothness=10.0), gamma=0.05, theta=theta_sum(10))
@@ -242,7 +242,7 @@ def federation_point(federation: QuadraticFederation, *, gamma: float, theta: Th
     top, bottom, spread = _federation_extremes(federation, gamma, theta, alpha)
     notes = []
     if gamma >= 1.0 / (federation.smoothness + alpha):
-        notes.append("gamma is outside Lemma 1, yet every Q_i is positive definite here")
+        notes.append("gamma is outside Lemma 1, but every Q_i is positive definite here")
     return _point(top, bottom, spread, federation.kappa0, "eq. (9), eigenvalues of the clients", tuple(notes))
 
 
@@ -261,10 +261,10 @@ def pareto_frontier(
     eigenvalues: ArrayLike | None = None,
     label: str = "",
 ) -> Frontier:
-    """The trade-off traced by varying K (``over="steps"``, gamma fixed) or gamma (``over="gamma"``, K fixed).
+    """The trade-off over K (``over="steps"``, gamma fixed) or over gamma (``over="gamma"``, K fixed).
 
-    ``gamma_of_steps`` makes gamma follow K, as Figure 4 does with ``1 / (2 L K)``. Default values: K logarithmically in
-    [1, 10^6], gamma in [0, 1 / (L + alpha)).
+    ``gamma_of_steps`` makes gamma a function of K, such as ``1 / (2 L K)`` in Figure 4. Default values: K from 1 to
+    10^6 in logarithmic steps, gamma in [0, 1 / (L + alpha)).
 
     >>> f = pareto_frontier(mu=1.0, smoothness=10.0, gamma=0.05, momentum="heavy_ball", values=[1, 10, 1000])
     >>> f.rho.round(4).tolist(), f.delta.round(4).tolist()
@@ -311,14 +311,13 @@ def simulated_frontier(
     gamma: float = 0.001,
     alpha: float = 0.0,
     momentum: Momentum = "none",
-    family: Literal["sum", "last", "maml"] = "last",
     values: Sequence[int] | np.ndarray | None = None,
     seed: int = 0,
     resample: bool = True,
 ) -> Frontier:
-    """Appendix D: kappa from the eigenvalues of random matrices, where no lemma bounds it.
+    """Appendix D, Theta_K: kappa from the eigenvalues of random matrices, for parameters that no lemma covers.
 
-    With ``resample`` every K has its own matrix, as in the paper (noise at dim = 5, a smooth curve at dim = 100).
+    With ``resample`` every K has its own random matrix, as in the paper: noisy at dim = 5, smooth at dim = 100.
 
     >>> f = simulated_frontier(mu=1.0, smoothness=10.0, dim=5, values=[1, 10, 100])
     >>> bool((f.delta >= 0).all() and (f.rho < 1).all())
@@ -335,7 +334,7 @@ def simulated_frontier(
             pareto_frontier(
                 mu=mu,
                 smoothness=smoothness,
-                family=family,
+                family="last",
                 values=[int(k)],
                 gamma=gamma,
                 alpha=alpha,
@@ -344,15 +343,12 @@ def simulated_frontier(
             )
         )
     joined = {name: np.concatenate([getattr(p, name) for p in parts]) for name in ("values", "rho", "delta", "kappa")}
-    return Frontier("steps", label=f"{family}, simulated, d = {dim}", **joined)
+    return Frontier("steps", label=f"last, simulated, d = {dim}", **joined)
 
 
-def log_steps(low: int = 1, high: int = 1_000_000, per_decade: int = 40) -> np.ndarray:
-    """Distinct whole numbers, evenly spread in logarithm: the K axis of the figures."""
-    decades = math.log10(high / low)
-    return np.unique(
-        np.round(np.logspace(math.log10(low), math.log10(high), int(decades * per_decade) + 1)).astype(int)
-    )
+def log_steps(per_decade: int = 40) -> np.ndarray:
+    """Distinct whole numbers from 1 to 10^6 in logarithmic steps: the K axis of the figures."""
+    return np.unique(np.round(np.logspace(0, 6, 6 * per_decade + 1)).astype(int))
 
 
 def _rate_from_log(log_kappa: np.ndarray, momentum: Momentum) -> np.ndarray:
@@ -385,7 +381,7 @@ def _point(top: float, bottom: float, spread: float, kappa0: float, method: str,
 
 
 def _lemma(L: float, gamma: float, theta: Theta, alpha: float) -> str | None:
-    """The lemma that makes the ends of the spectrum decide kappa, if there is one."""
+    """The lemma by which kappa depends only on mu and L; None if no lemma applies."""
     if theta.kind == "sum" or (theta.kind == "last" and theta.steps == 1):
         return "Lemma 3"
     if theta.kind == "last" and gamma * (theta.steps * L + alpha) < 1:
@@ -397,25 +393,23 @@ def _lemma(L: float, gamma: float, theta: Theta, alpha: float) -> str | None:
 
 def _outside(L: float, theta: Theta, alpha: float) -> str:
     if theta.kind == "weights" or (theta.kind == "maml" and alpha > 0):
-        return "no lemma covers this Theta: the worst case over all spectra; give eigenvalues for a sharper answer"
+        return "no lemma covers this Theta: worst case over all spectra; give eigenvalues for a sharper value"
     if theta.kind == "sum":
-        return f"Lemma 3 needs gamma < 1 / (L + alpha) = {1.0 / (L + alpha):.6g}: the worst case over all spectra"
+        return f"Lemma 3 needs gamma < 1 / (L + alpha) = {1.0 / (L + alpha):.6g}: worst case over all spectra"
     steps = theta.steps if theta.kind == "last" else 2 * theta.steps + 1
     limit = 1.0 / (steps * L + alpha)
     return (
         f"Lemma 4 needs gamma < 1 / (K L + alpha) = {limit:.6g}; outside it kappa depends on the eigenvalues between "
-        "mu and L, and this is the worst case over all of them; give eigenvalues for a sharper answer"
+        "mu and L, and this is the worst case over all spectra; give eigenvalues for a sharper value"
     )
 
 
 def _no_surrogate(gamma: float, theta: Theta, limit: float) -> str:
-    return (
-        f"gamma = {gamma} leaves no convex surrogate for {theta}: Lemma 1 needs gamma < 1 / (L + alpha) = {limit:.6g}"
-    )
+    return f"gamma = {gamma} gives no convex surrogate for {theta}: Lemma 1 needs gamma < 1 / (L + alpha) = {limit:.6g}"
 
 
 def _worst_spectrum(mu: float, L: float, gamma: float, theta: Theta, alpha: float) -> np.ndarray:
-    """Where ``lambda q(lambda)`` and ``q(lambda)`` are largest and smallest on [mu, L]: the ends, and the peak between.
+    """Points of [mu, L] where ``lambda q(lambda)`` or ``q(lambda)`` is extreme: both ends, and a peak inside.
 
     For Theta_K the peak is at ``(1 - gamma alpha) / (gamma K)`` (the zero of h' in the proof of Lemma 4); other Theta
     are searched on a grid and refined by golden section.

@@ -1,8 +1,9 @@
-"""Quadratic federations, and the instances that the papers use.
+"""Quadratic federations, and the instances of the papers.
 
 Client ``i`` holds ``f_i(x) = 1/2 x' A_i x - b_i' x`` (up to a constant), which is ``1/2 ||A_i^(1/2) (x - c_i)||^2``
 with ``c_i = A_i^-1 b_i`` where ``A_i`` has an inverse (Charles and Konecny, "Convergence and Accuracy Trade-Offs in
-Federated Learning and Meta-Learning", eq. 1 to 3). Keeping ``b_i`` rather than ``c_i`` lets a client be linear.
+Federated Learning and Meta-Learning", eq. 1 to 3). ``b_i`` is stored instead of ``c_i``, so that a client may be
+linear (``A_i = 0``).
 
 Everything here is NumPy in float64.
 """
@@ -10,7 +11,6 @@ Everything here is NumPy in float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedbraid.data.federated import Split
+from fedbraid.problems import conditioned_linear, gaussian_linear, gaussian_logistic, random_orthogonal
 
 __all__ = [
     "LeastSquares",
@@ -32,7 +32,6 @@ __all__ = [
     "lower_bound_pair",
     "random_federation",
     "random_spectrum",
-    "synthetic_clients",
 ]
 
 
@@ -79,12 +78,12 @@ class QuadraticFederation:
 
     @property
     def kappa0(self) -> float:
-        """L / mu, the condition number that the frontiers start from."""
+        """L / mu, the condition number at the start of every frontier (K = 1)."""
         return self.smoothness / self.mu
 
     @cached_property
     def centers(self) -> np.ndarray:
-        """``c_i``, the client minimizers ``[m, d]``; refused where a client has none."""
+        """``c_i``, the client minimizers ``[m, d]``; an error if a client has none."""
         _refuse_singular(self.eigenvalues, "the client minimizers c_i")
         return np.linalg.solve(self.A, self.b[..., None])[..., 0]
 
@@ -108,7 +107,7 @@ class QuadraticFederation:
         return solve_positive(self.hessian, self.linear, "the overall loss")
 
     def loss(self, x: ArrayLike) -> float:
-        """``E_i f_i(x)``; for clients with a minimizer the constant is chosen such that ``f_i(c_i) = 0``."""
+        """``E_i f_i(x)``. If every client has a minimizer, the constants are such that ``f_i(c_i) = 0``."""
         x = np.asarray(x, float)
         if self.mu <= 0:
             return float(0.5 * x @ self.hessian @ x - self.linear @ x)
@@ -170,7 +169,7 @@ def linear_federation(A: ArrayLike, b: ArrayLike, weights: ArrayLike | None = No
 
 
 def random_spectrum(dim: int, mu: float, smoothness: float, rng: np.random.Generator) -> np.ndarray:
-    """Eigenvalues of ``beta1 B'B + beta2 I`` with Gaussian ``B``, scaled to end exactly at mu and L (Appendix D).
+    """Eigenvalues of ``beta1 B'B + beta2 I`` with Gaussian ``B``; the extreme ones are exactly mu and L (Appendix D).
 
     >>> s = random_spectrum(5, 1.0, 10.0, np.random.default_rng(0))
     >>> float(s.min()), float(s.max()), len(s)
@@ -204,8 +203,7 @@ def random_federation(
     seed: int = 0,
     weights: ArrayLike | None = None,
 ) -> QuadraticFederation:
-    """Random clients whose every ``A_i`` has smallest and largest eigenvalue exactly mu and L, and ``||c_i|| <=
-    radius``.
+    """Random clients: every ``A_i`` has smallest eigenvalue mu and largest L, and ``||c_i|| <= radius``.
 
     >>> fed = random_federation(3, 4, mu=1.0, smoothness=10.0, seed=1)
     >>> round(fed.mu, 9), round(fed.smoothness, 9), fed.radius <= 1 + 1e-12
@@ -225,8 +223,10 @@ def random_federation(
 
 
 class LeastSquares(NamedTuple):
-    """Designs ``[m, n, d]``, responses ``[m, n]`` and the parameter ``[d]`` behind them; ``f_j = 1/2 ||A_j x -
-    b_j||^2``."""
+    """Designs ``[m, n, d]``, responses ``[m, n]`` and the parameters ``[d]`` that generated them.
+
+    Client ``j`` holds ``f_j(x) = 1/2 ||A_j x - b_j||^2``.
+    """
 
     designs: np.ndarray
     responses: np.ndarray
@@ -237,9 +237,9 @@ class LeastSquares(NamedTuple):
         A = np.einsum("jna,jnb->jab", self.designs, self.designs)
         return linear_federation(A, np.einsum("jna,jn->ja", self.designs, self.responses))
 
-    def split(self) -> Split:
-        """The same data as federated examples with fields ``x`` and ``y``."""
-        return Split.from_clients([{"x": a, "y": b} for a, b in zip(self.designs, self.responses, strict=True)])
+    def clients(self) -> list[dict[str, np.ndarray]]:
+        """The examples of each client, fields ``x`` and ``y``: what `fedbraid.Split.from_clients` takes."""
+        return [{"x": a, "y": b} for a, b in zip(self.designs, self.responses, strict=True)]
 
 
 def gaussian_least_squares(
@@ -252,17 +252,15 @@ def gaussian_least_squares(
     """
     if examples < dim:
         raise ValueError(f"examples per client ({examples}) must be at least dim ({dim}), else A_j is singular")
-    rng = np.random.default_rng(seed)
-    designs = rng.standard_normal((clients, examples, dim))
-    truth = rng.standard_normal(dim)
-    noise = math.sqrt(noise_variance) * rng.standard_normal((clients, examples))
-    return LeastSquares(designs, designs @ truth + noise, truth)
+    return LeastSquares(
+        *gaussian_linear(clients=clients, dim=dim, examples=examples, noise_variance=noise_variance, seed=seed)
+    )
 
 
 def conditioned_least_squares(
     kappa: float, *, clients: int = 10, dim: int = 100, examples: int = 400, noise_variance: float = 1.0, seed: int = 0
 ) -> LeastSquares:
-    """Every client has condition number kappa exactly, in its own direction: Figure 3 and Appendix B.3 of "FedSplit".
+    """Every client has condition number kappa, with its own eigenvectors: Figure 3 and Appendix B.3 of "FedSplit".
 
     ``A_j = U_j Lambda V_j`` with singular values ``(sqrt(kappa), 1, ..., 1)`` stacked over zeros, n_j x d.
 
@@ -274,38 +272,27 @@ def conditioned_least_squares(
         raise ValueError(f"kappa must be at least 1, got {kappa}")
     if examples < dim:
         raise ValueError(f"examples per client ({examples}) must be at least dim ({dim}), else A_j is singular")
-    rng = np.random.default_rng(seed)
-    singular = np.ones(dim)
-    singular[0] = math.sqrt(kappa)
-    designs = np.stack(
-        [
-            (random_orthogonal(examples, rng, columns=dim) * singular) @ random_orthogonal(dim, rng)
-            for _ in range(clients)
-        ]
-    )
-    truth = rng.standard_normal(dim)
-    noise = math.sqrt(noise_variance) * rng.standard_normal((clients, examples))
-    return LeastSquares(designs, designs @ truth + noise, truth)
+    sizes = {"clients": clients, "dim": dim, "examples": examples}
+    return LeastSquares(*conditioned_linear(kappa, **sizes, noise_variance=noise_variance, seed=seed))
 
 
-def logistic_clients(*, clients: int = 10, dim: int = 100, examples: int = 1000, seed: int = 0) -> Split:
-    """Federated binary logistic regression, labels -1 and +1: Appendix B.2.1 of "FedSplit". Fields ``x`` and ``y``.
+def logistic_clients(
+    *, clients: int = 10, dim: int = 100, examples: int = 1000, seed: int = 0
+) -> list[dict[str, np.ndarray]]:
+    """Binary logistic regression, labels -1 and +1: Appendix B.2.1 of "FedSplit".
 
-    >>> logistic_clients(clients=2, dim=3, examples=5).sizes.tolist()
-    [5, 5]
+    One mapping with the fields ``x`` and ``y`` per client: what `fedbraid.Split.from_clients` takes.
+
+    >>> [client["y"].shape for client in logistic_clients(clients=2, dim=3, examples=5)]
+    [(5,), (5,)]
     """
-    rng = np.random.default_rng(seed)
-    truth = rng.standard_normal(dim)
-    members = []
-    for _ in range(clients):
-        x = rng.standard_normal((examples, dim))
-        positive = rng.uniform(size=examples) < 1.0 / (1.0 + np.exp(-(x @ truth)))
-        members.append({"x": x, "y": np.where(positive, 1.0, -1.0)})
-    return Split.from_clients(members)
+    made = gaussian_logistic(clients=clients, dim=dim, examples=examples, seed=seed)
+    labels = np.where(made.positive, 1.0, -1.0)
+    return [{"x": x, "y": y} for x, y in zip(made.features, labels, strict=True)]
 
 
 def lower_bound_pair(mu: float, G: float) -> QuadraticFederation:
-    """``f_1 = mu x^2 + G x`` and ``f_2 = -G x``: local steps drag x away from 0 at any step size.
+    """``f_1 = mu x^2 + G x`` and ``f_2 = -G x``: local steps move x away from the minimizer 0 at any step size.
 
     Section 9.5 of the supplement of "Elastic Aggregation for Federated Optimization" (after Karimireddy et al.,
     SCAFFOLD).
@@ -320,13 +307,13 @@ def lower_bound_pair(mu: float, G: float) -> QuadraticFederation:
 
 
 def crossing_pair(kappa0: float, *, radius: float = 1.0) -> QuadraticFederation:
-    """Two clients in the plane, stiff along nearly parallel lines: x* lies far outside the ball of their minimizers.
+    """Two clients in the plane with large curvature along nearly parallel lines: x* is far from both minimizers.
 
-    Client 1 is stiff (L = kappa0, mu = 1) along ``u = (cos h, sin h)`` and centred at ``C u``, client 2 along ``(cos
-    h, -sin h)`` and centred at minus that; with ``sin h = 1 / sqrt(kappa0 + 1)`` the minimizer is ``(0, C sqrt(kappa0
-    + 1) / 2)``, while averaging the clients' own minimizers gives ``(0, C sin h)``. The distance to x* thus grows
-    like ``sqrt(kappa0)``, which no bound of the form constant times C times Delta allows
-    (docs/theory/suboptimality.md).
+    Client 1 has curvature kappa0 along ``u = (cos h, sin h)``, 1 across it, and its minimizer at ``C u``. Client 2 has
+    the same along ``v = (cos h, -sin h)``, and its minimizer at ``-C v``. With ``sin h = 1 / sqrt(kappa0 + 1)`` the
+    minimizer of the mean is ``(0, C sqrt(kappa0 + 1) / 2)``, while the mean of the clients' minimizers is
+    ``(0, C sin h)``. The distance to x* thus grows like ``sqrt(kappa0)``, which contradicts every bound of the form
+    constant times C times Delta (docs/theory/suboptimality.md).
 
     >>> crossing_pair(399.0).minimizer.round(6).tolist()
     [0.0, 10.0]
@@ -339,56 +326,8 @@ def crossing_pair(kappa0: float, *, radius: float = 1.0) -> QuadraticFederation:
     return federation(A, radius * stiff * np.array([[1.0], [-1.0]]))
 
 
-def synthetic_clients(
-    alpha: float,
-    beta: float,
-    *,
-    clients: int = 30,
-    dim: int = 60,
-    classes: int = 10,
-    sizes: Sequence[int] | None = None,
-    iid: bool = False,
-    seed: int = 0,
-) -> Split:
-    """Synthetic(alpha, beta) of Li et al., "Federated Optimization in Heterogeneous Networks", as LEAF offers it.
-
-    alpha says how much the client models differ, beta how much the client features differ. Fields ``x`` and ``y``.
-
-    >>> split = synthetic_clients(1.0, 1.0, clients=3, sizes=[5, 6, 7])
-    >>> split.sizes.tolist(), split.arrays["x"].shape
-    ([5, 6, 7], (18, 60))
-    """
-    for name, value in (("alpha", alpha), ("beta", beta)):
-        if value < 0:
-            raise ValueError(f"{name} is a variance and must not be negative, got {value}")
-    if sizes is not None and len(sizes) != clients:
-        raise ValueError(f"sizes has {len(sizes)} entries for {clients} clients")
-    rng = np.random.default_rng(seed)
-    counts = (
-        np.minimum(rng.lognormal(4.0, 2.0, clients), 10_000).astype(int) + 50 if sizes is None else np.asarray(sizes)
-    )
-    deviation = np.arange(1, dim + 1) ** -0.6  # covariance diag(j^-1.2)
-    W_shared, b_shared = rng.standard_normal((dim, classes)), rng.standard_normal(classes)
-    members = []
-    for n in counts.tolist():
-        u, B = rng.normal(0.0, math.sqrt(alpha)), rng.normal(0.0, math.sqrt(beta))
-        W, bias = rng.normal(u, 1.0, (dim, classes)), rng.normal(u, 1.0, classes)
-        mean = rng.normal(B, 1.0, dim)
-        if iid:
-            W, bias, mean = W_shared, b_shared, np.zeros(dim)
-        x = mean + deviation * rng.standard_normal((n, dim))
-        members.append({"x": x, "y": np.argmax(x @ W + bias, axis=1)})
-    return Split.from_clients(members)
-
-
-def random_orthogonal(dim: int, rng: np.random.Generator, columns: int | None = None) -> np.ndarray:
-    """Haar-distributed: QR of a Gaussian, with the signs of R's diagonal moved into Q."""
-    Q, R = np.linalg.qr(rng.standard_normal((dim, columns or dim)))
-    return Q * np.sign(np.diag(R))
-
-
 def check_curvature(mu: float, smoothness: float) -> None:
-    """Refuse what no strongly convex smooth loss has."""
+    """Refuse values that no strongly convex smooth loss has."""
     if not (math.isfinite(mu) and math.isfinite(smoothness)):
         raise ValueError(f"mu and smoothness must be finite, got mu = {mu}, smoothness = {smoothness}")
     if mu <= 0:
@@ -415,6 +354,7 @@ def _refuse_singular(eigenvalues: np.ndarray, what: str) -> None:
 
 
 def solve_positive(H: np.ndarray, rhs: np.ndarray, what: str) -> np.ndarray:
+    """Solve ``H x = rhs`` for symmetric positive definite ``H``; ``what`` names the loss in the error."""
     values, vectors = np.linalg.eigh(H)
     if values[0] <= 1e-14 * abs(values[-1]):
         raise ValueError(

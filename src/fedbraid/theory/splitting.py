@@ -1,14 +1,14 @@
-"""Fixed points and rates of averaging and of splitting on quadratics.
+"""Fixed points and rates of FedGD, FedProx and FedSplit on quadratics.
 
-Pathak and Wainwright, "FedSplit: an algorithmic framework for fast federated optimization". Three methods, each a map
-of the server's point (FedSplit: of the clients' points too), run with exact gradients and full participation:
+Pathak and Wainwright, "FedSplit: an algorithmic framework for fast federated optimization". Three methods with
+exact gradients and full participation; each round maps the server's point (FedSplit: also the clients' points):
 
 - FedGD(s, e): average of ``e`` gradient steps of size ``s`` on every client (Prop. 1, eq. 10);
 - FedProx: average of the exact ``prox_{s f_j}`` (Prop. 2);
 - FedSplit: ``z_j <- z_j + 2 (prox_{s f_j}(2 x - z_j) - x)``, ``x <- mean z_j`` (Algorithm 1, Prop. 3).
 
-Only FedSplit stops at the minimizer. Sums over clients in the paper are weighted means here; with uniform weights
-(which FedSplit and the paper assume) the fixed points are the same.
+Only FedSplit has the minimizer as its fixed point. Sums over clients in the paper are weighted means here; with
+uniform weights (which FedSplit and the paper assume) the fixed points are the same.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ __all__ = [
 
 
 class SplitPoint(NamedTuple):
-    """FedSplit at rest: the server's ``x`` (the minimizer) and the clients' ``z`` ``[m, d]``, whose mean is ``x``."""
+    """The fixed point of FedSplit: the server's ``x``, the minimizer; the clients' ``z`` ``[m, d]`` with mean ``x``."""
 
     x: np.ndarray
     z: np.ndarray
 
 
 class Regularized(NamedTuple):
-    """Theorem 2's choice for losses that are convex but not strongly so."""
+    """Theorem 2's choice for losses that are convex but not strongly convex."""
 
     lam: float  # lambda: each client adds (lambda / 2) ||x - x_1||^2
     step: float  # s = 1 / sqrt(lambda (L + lambda))
@@ -60,7 +60,7 @@ class Regularized(NamedTuple):
 
 
 def fedgd_fixed_point(federation: QuadraticFederation, *, step: float, local_steps: int) -> np.ndarray:
-    """Where FedGD(s, e) stops (eq. 10): the surrogate minimizer of FedAvg with ``gamma = s`` and ``K = e``.
+    """The fixed point of FedGD(s, e), eq. (10): the surrogate minimizer of FedAvg with ``gamma = s`` and ``K = e``.
 
     >>> from fedbraid.theory.quadratics import federation
     >>> fed = federation([[[4.0]], [[1.0]]], [[1.0], [-1.0]])
@@ -77,7 +77,7 @@ def fedgd_fixed_point(federation: QuadraticFederation, *, step: float, local_ste
 
 
 def fedprox_fixed_point(federation: QuadraticFederation, *, step: float) -> np.ndarray:
-    """Where exact FedProx stops: the zero of the mean gradient of the Moreau envelopes (eq. 7).
+    """The fixed point of exact FedProx: the zero of the mean gradient of the Moreau envelopes (eq. 7).
 
     ``grad M_{s f_j}(x) = (I + s A_j)^-1 (A_j x - b_j)``.
 
@@ -96,7 +96,7 @@ def fedprox_fixed_point(federation: QuadraticFederation, *, step: float) -> np.n
 
 
 def fedsplit_fixed_point(federation: QuadraticFederation, *, step: float | None = None) -> SplitPoint:
-    """Where FedSplit stops (Prop. 3): ``x*`` and ``z_j = x* - s grad f_j(x*)``.
+    """The fixed point of FedSplit (Prop. 3): ``x*`` and ``z_j = x* - s grad f_j(x*)``.
 
     >>> from fedbraid.theory.quadratics import federation
     >>> at = fedsplit_fixed_point(federation([[[4.0]], [[1.0]]], [[1.0], [-1.0]]), step=1.0)
@@ -124,7 +124,7 @@ def split_step(strong_convexity: float, smoothness: float) -> float:
 
 
 def contraction(strong_convexity: float, smoothness: float, step: float | None = None) -> float:
-    """By how much one round of FedSplit shrinks the distance to its fixed point, at worst.
+    """The worst-case factor by which one round of FedSplit shrinks the distance to its fixed point.
 
     ``max |1 - s lambda| / (1 + s lambda)`` over [l, L]; with the best step it is ``1 - 2 / (sqrt(kappa) + 1)``.
 
@@ -137,7 +137,7 @@ def contraction(strong_convexity: float, smoothness: float, step: float | None =
 
 
 def error_floor(kappa: float, prox_error: float) -> float:
-    """Theorem 1: with every prox within ``b`` of exact, the iterates stop within ``(sqrt(kappa) + 1) b`` of x*.
+    """Theorem 1: if every prox has an error of at most ``b``, the iterates end within ``(sqrt(kappa) + 1) b`` of x*.
 
     >>> error_floor(9.0, 0.01)
     0.04
@@ -158,7 +158,7 @@ def prox_gradient_step(strong_convexity: float, smoothness: float) -> float:
 
 
 def inexact_prox_error(kappa: float, local_steps: int, start: float) -> float:
-    """Corollary 1, eq. (18): the prox error after ``e`` gradient steps that began ``start`` away from the prox.
+    """Corollary 1, eq. (18): the prox error after ``e`` gradient steps from a point at distance ``start`` to the prox.
 
     >>> round(inexact_prox_error(9.0, 2, 1.0), 6)
     0.5625
@@ -189,13 +189,12 @@ def rounds_bound(epsilon: float, kappa: float, start: float, prox_error: float =
 def regularized_choice(
     epsilon: float, *, clients: int, smoothness: float, distance: float, start_gradient: float
 ) -> Regularized:
-    """Theorem 2: what to add, which step to take and how long to run for ``F(x) - F* <= epsilon`` without strong
-    convexity.
+    """Theorem 2, without strong convexity: regularization, step and number of rounds for ``F(x) - F* <= epsilon``.
 
     ``distance`` bounds ``||x_1 - x*||``; ``start_gradient`` is the root mean square of the client gradients at
-    ``x_1``. Each client adds (lambda / 2) ||x - x_1||^2 (the proof's form; eq. 19 divides by m once too often). The
-    rounds invert eq. (36); printed, that inversion lost epsilon from its logarithm and leaves ``||z_1 - z*||`` open.
-    Here it is bounded by ``sqrt(m) (D + s (start_gradient + (L + lambda) D))``, since ``z_j* = x_lambda* - s grad
+    ``x_1``. Each client adds (lambda / 2) ||x - x_1||^2 (the proof's form; eq. 19 divides by m once more). The
+    rounds invert eq. (36). The printed inversion lacks epsilon in its logarithm and does not bound ``||z_1 - z*||``.
+    Here that is bounded by ``sqrt(m) (D + s (start_gradient + (L + lambda) D))``, since ``z_j* = x_lambda* - s grad
     f_j(x_lambda*)`` and ``||x_1 - x_lambda*|| <= ||x_1 - x*|| = D``.
 
     >>> choice = regularized_choice(0.1, clients=10, smoothness=4.0, distance=1.0, start_gradient=2.0)
@@ -244,7 +243,7 @@ def fedprox_gap(
 
     >>> from fedbraid.theory.quadratics import federation
     >>> fed = federation([[[4.0]], [[1.0]]], [[1.0], [-1.0]])
-    >>> bool(fedprox_gap(fed, 1000, step=1.0) > 0.3)  # it stops, but not at the minimizer
+    >>> bool(fedprox_gap(fed, 1000, step=1.0) > 0.3)  # it converges, but not to the minimizer
     True
     """
     fixed = fedprox_fixed_point(federation, step=step)
@@ -296,7 +295,7 @@ def fedsplit_gap(
 
 
 def fedsplit_spectral_radius(federation: QuadraticFederation, step: float | None = None) -> float:
-    """The rate that FedSplit really has on this instance (at most `contraction`): an (m d) x (m d) eigenproblem.
+    """The exact rate of FedSplit on this instance (at most `contraction`): an (m d) x (m d) eigenproblem.
 
     >>> from fedbraid.theory.quadratics import federation
     >>> fed = federation([[[4.0]], [[1.0]]], [[1.0], [-1.0]])
@@ -314,7 +313,7 @@ def fedsplit_spectral_radius(federation: QuadraticFederation, step: float | None
 
 
 def rounds_until(gaps: np.ndarray, epsilon: float, *, stay: bool = False) -> int | None:
-    """The first round with gap at most epsilon (``stay``: from which on it stays so); None where it is never reached.
+    """The first round with gap at most epsilon, or None. ``stay``: the gap must also stay there until the end.
 
     >>> gaps = np.array([1.0, 0.05, 0.2, 0.01])
     >>> rounds_until(gaps, 0.1), rounds_until(gaps, 0.1, stay=True)
@@ -339,7 +338,7 @@ def _linear_gap(
     values, U = np.linalg.eigh((step_hessian + step_hessian.T) / 2)
     if values[-1] >= 2:
         raise ValueError(
-            f"the rounds diverge: their slowest mode grows by {abs(1 - values[-1]):.4g}; take a smaller step"
+            f"the method diverges: an error component grows by {abs(1 - values[-1]):.4g} per round; take a smaller step"
         )
     e0 = U.T @ (x0 - fixed)
     bias = U.T @ (fixed - federation.minimizer)
@@ -359,7 +358,7 @@ def _linear_gap(
 
 def _uniform(federation: QuadraticFederation) -> None:
     if not np.allclose(federation.weights, 1.0 / federation.num_clients):
-        raise ValueError("FedSplit weighs its clients equally; scale A_i and b_i instead of giving weights")
+        raise ValueError("FedSplit needs equal client weights; scale A_i and b_i instead of giving weights")
 
 
 def _check_step(step: float) -> None:

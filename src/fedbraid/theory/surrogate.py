@@ -1,13 +1,13 @@
-"""Surrogate losses: what local update methods minimize on quadratics.
+"""Surrogate losses: the losses that local update methods minimize on quadratics.
 
 Charles and Konecny, "Convergence and Accuracy Trade-Offs in Federated Learning and Meta-Learning", Theorems 1 and 2.
-A client that runs local steps with rate gamma and proximal pull alpha, and sends ``sum_k theta_k g_k``, sends in
-expectation the gradient of ``1/2 ||(Q_i A_i)^(1/2) (x - c_i)||^2`` with the distortion
+A client runs local steps with learning rate gamma and proximal strength alpha, and sends ``sum_k theta_k g_k``. The
+expectation of that is the gradient of ``1/2 ||(Q_i A_i)^(1/2) (x - c_i)||^2`` with the distortion
 
     Q_i = sum_k theta_k (I - gamma (A_i + alpha I))^(k - 1).                                            (eq. 6)
 
-``Q_i`` is a function of ``A_i``, so all of it is arithmetic on eigenvalues. Long runs (K up to 10^6) make those
-numbers vanish or, outside the safe range, explode; so the eigenvalues of ``Q_i`` are kept as sign and logarithm, in
+``Q_i`` is a function of ``A_i``, so everything is arithmetic on eigenvalues. With many steps (K up to 10^6) the
+eigenvalues of ``Q_i`` underflow or, outside the safe range, overflow. So they are stored as sign and logarithm, in
 closed form.
 """
 
@@ -79,7 +79,7 @@ def theta_last(steps: int) -> Theta:
 def theta_maml(steps: int) -> Theta:
     """Exact MAML with K inner steps: Theta_{2K+1} on quadratics (Theorem 2).
 
-    With a proximal pull the inner steps end at ``c + J (x - c)``, ``J = (alpha + lambda r^K) / (lambda + alpha)``, so
+    With a proximal term the inner steps end at ``c + J (x - c)``, ``J = (alpha + lambda r^K) / (lambda + alpha)``, so
     the distortion is ``J^2``; for alpha = 0 that is ``r^(2K)``, which is Theta_{2K+1}. With alpha > 0 it is not.
 
     >>> distortion([2.0], gamma=0.1, theta=theta_maml(3)) == distortion([2.0], gamma=0.1, theta=theta_last(7))
@@ -130,7 +130,7 @@ def parse_theta(text: str, steps: int | None = None) -> Theta:
 def log_distortion(
     eigenvalues: ArrayLike, *, gamma: float, theta: Theta, alpha: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sign and logarithm of the eigenvalues of Q that belong to these eigenvalues of A (eq. 29).
+    """Sign and logarithm of the eigenvalues of Q, for the given eigenvalues of A (eq. 29).
 
     >>> sign, log = log_distortion([1.0, 10.0], gamma=0.05, theta=theta_last(1_000_000))
     >>> sign.tolist(), log.round(1).tolist()
@@ -185,9 +185,9 @@ def psi(lam: ArrayLike, *, gamma: float, steps: int, alpha: float = 0.0) -> np.n
 
 
 def is_positive_definite(smoothness: float, *, gamma: float, theta: Theta, alpha: float = 0.0, mu: float = 0.0) -> bool:
-    """Is Q positive definite for every spectrum in ``[mu, smoothness]``? Exact.
+    """Whether Q is positive definite for every spectrum in ``[mu, smoothness]``; exact.
 
-    Lemma 1 (gamma < 1 / (L + alpha)) is enough for every Theta, and needed for Theta_K with even K. Theta_{1:K}
+    Lemma 1 (gamma < 1 / (L + alpha)) is sufficient for every Theta, and necessary for Theta_K with even K. Theta_{1:K}
     allows more: any gamma if K is odd, gamma < 2 / (L + alpha) if K is even.
 
     >>> [is_positive_definite(10.0, gamma=0.15, theta=make(4)) for make in (theta_sum, theta_last)]
@@ -210,10 +210,10 @@ def is_positive_definite(smoothness: float, *, gamma: float, theta: Theta, alpha
 
 @dataclass(frozen=True)
 class Surrogate:
-    """The loss that the server's optimizer sees: build one with `surrogate_loss`.
+    """The loss that the server's optimizer minimizes. Build one with `surrogate_loss`.
 
-    ``hessian`` and ``linear`` are scaled by ``exp(-log_scale)``, so that they do not vanish for long Theta_K; `loss`
-    and `gradient` carry the scale, the minimizer and the condition number do not need it.
+    ``hessian`` and ``linear`` are scaled by ``exp(-log_scale)``, so that they do not underflow for Theta_K with
+    many steps. `loss` and `gradient` include the scale; the minimizer and the condition number do not depend on it.
     """
 
     federation: QuadraticFederation
@@ -251,7 +251,7 @@ class Surrogate:
         return np.einsum("iak,ik,ibk->iab", vectors, np.exp(self.log_q), vectors)
 
     def loss(self, x: ArrayLike) -> float:
-        """The surrogate's value, with each client's part zero at its own minimizer where it has one."""
+        """The value of the surrogate. If every client has a minimizer, its part is 0 there."""
         x = np.asarray(x, float)
         value = 0.5 * x @ self.hessian @ x - self.linear @ x
         if self.federation.mu > 0:
@@ -262,7 +262,7 @@ class Surrogate:
         return float(value * math.exp(self.log_scale))
 
     def gradient(self, x: ArrayLike) -> np.ndarray:
-        """What the server receives in expectation: ``E_i Q_i A_i (x - c_i)`` (Theorem 1)."""
+        """The expectation of what the server receives: ``E_i Q_i A_i (x - c_i)`` (Theorem 1)."""
         return (self.hessian @ np.asarray(x, float) - self.linear) * math.exp(self.log_scale)
 
 
@@ -277,7 +277,7 @@ def surrogate_loss(federation: QuadraticFederation, *, gamma: float, theta: Thet
     [0.0]
     """
     lam, vectors = federation.eigh
-    lam = np.maximum(lam, 0.0)  # a linear client's zero may come out as -1e-17
+    lam = np.maximum(lam, 0.0)  # rounding may turn a zero eigenvalue into -1e-17
     sign, log_q = log_distortion(lam, gamma=gamma, theta=theta, alpha=alpha)
     if not np.all((sign > 0) & np.isfinite(log_q)):
         i = int(np.argwhere(~((sign > 0) & np.isfinite(log_q)))[0][0])
@@ -322,10 +322,10 @@ def _log_geometric(x: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
     """Sign and log of ``sum_{k<n} (1 - x)^k = (1 - (1 - x)^n) / x``."""
     sign_power, log_power = _log_power(x, n)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        # 0 <= x < 1: expm1 keeps the digits that 1 - exp(..) would lose; x > 1: the power may have either sign.
+        # For 0 <= x < 1, expm1 is accurate where 1 - exp(..) cancels. For x > 1 the power may have either sign.
         small = -np.expm1(log_power) / x
         large = (1.0 - sign_power * np.exp(log_power)) / x
-        # x n far below rounding: the sum is n to all digits (and 0 / 0 at x = 0).
+        # For x n below rounding the sum equals n (and the formula is 0 / 0 at x = 0).
         value = np.where(x * n < 1e-17, float(n), np.where(x < 1.0, small, large))
         # (x - 1)^n may overflow; its logarithm does not.
         huge = log_power > 700.0
@@ -338,6 +338,6 @@ def _log_polynomial(x: np.ndarray, weights: tuple[float, ...]) -> tuple[np.ndarr
     r = 1.0 - x
     value = np.zeros_like(r)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        for w in reversed(weights):  # Horner: |r| <= 1 in the safe range, so nothing grows
+        for w in reversed(weights):  # Horner's method; |r| <= 1 in the safe range, so no term grows
             value = value * r + w
         return np.sign(value), np.log(np.abs(value))

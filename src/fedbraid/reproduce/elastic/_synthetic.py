@@ -1,4 +1,4 @@
-"""The elastic paper's kind of synthetic clients, and one method with and without elastic aggregation on them."""
+"""Clients with Dirichlet labels as in the elastic paper, and one method on them with or without elastic aggregation."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ SEEDS, LAST = (0, 1, 2), 10
 
 
 def clients(job: Job, *, count: int = 100, alpha: float = 0.1, sigma: float = 0.3) -> FederatedData:
-    """The images of FEMNIST's training writers over clients with labels from Dirichlet(alpha), log-normal sizes."""
+    """Images of FEMNIST's training writers, partitioned with label ratios from Dirichlet(alpha) and log-normal "
+    "sizes."""
     from fedbraid.data.catalog import load, repartition
 
-    # writers without training images have other label ratios; they would be a shift of its own
+    # writers without training images have other label ratios: another distribution shift
     source = replace(load("femnist", path=str(job.path_of("femnist"))), unseen=None)
     return repartition(source, partition="dirichlet", per="client", clients=count, alpha=alpha, sigma=sigma)
 
@@ -39,7 +40,7 @@ def run_method(
     seeds: Sequence[int] = SEEDS,
     **changes: Any,
 ) -> dict[str, Any]:
-    """A method over client rates and seeds, under elastic aggregation with the given options or (None) not."""
+    """A method over client rates and seeds; ``elastic`` holds options of elastic aggregation, None is without it."""
     transforms = [] if elastic is None else [{"name": "elastic", "held_out": HELD_OUT, "tau": TAU, "mu": MU, **elastic}]
     config = parse(
         {

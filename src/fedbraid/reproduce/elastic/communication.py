@@ -1,4 +1,4 @@
-"""Section 5 of the supplement: what each method sends, in models a round."""
+"""Section 5 of the supplement: the number of models that each method sends per round."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedbraid.reproduce.elastic._synthetic import PAPER
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.transforms import elastic
 
-# models down and up together; PFNM, 2 in the paper, is a matching method that the library does not have
+# models down plus up; PFNM, 2 in the paper, is a matching method that the library does not have
 PRINTED = {"FedAvg": 2, "FedAvgM": 2, "FedProx": 2, "SCAFFOLD": 4, "AdaOpt (FedAdam)": 2, "Elastic": 3}
 
 
@@ -36,7 +36,7 @@ def _methods(loss: Any, outputs: Any) -> dict[str, Algorithm]:
 
 
 def _sent(method: Algorithm, params: Any, data: ClientData) -> tuple[int, int]:
-    """Bytes down and up of a round that one client really computes, summed over exchanges."""
+    """Bytes down and up of a round that one client computes, summed over exchanges."""
     server, state = method.init(params), method.init_client(params)
     down, up = 0, 0
     for exchange in method.exchanges:
@@ -62,7 +62,7 @@ def run(job: Job) -> Evidence:
     real = {name: _sent(methods[name], params, one) for name in (methods if job.full else ("Elastic",))}
     findings = []
     for name, paper in PRINTED.items():
-        findings.append(Finding(f"{name}: models a round", f"{paper}x", round(costs[name].multiple, 2), paper, paper))
+        findings.append(Finding(f"{name}: models per round", f"{paper}x", round(costs[name].multiple, 2), paper, paper))
     findings += [
         Finding(
             "Elastic: models down", "1x: no overhead", round(costs["Elastic"].down / costs["Elastic"].model, 2), 1, 1
@@ -93,8 +93,8 @@ ENTRY = Entry(
     title="Elastic aggregation, supplement, Section 5: communication of each method",
     paper=f"{PAPER}, Section 5",
     setting="The shapes of every message of a round, by abstract evaluation, for a two-layer network on the embedded "
-    "digits; and the bytes of the messages that a client really computes from its examples.",
-    quick="the same shapes; real messages of elastic aggregation only",
+    "digits; and the bytes of the messages that a client computes from its examples.",
+    quick="the same shapes; computed messages of elastic aggregation only",
     run=run,
     deviations=("PFNM (2x) is not among the library's methods.", "AdaOpt is FedAdam here."),
 )

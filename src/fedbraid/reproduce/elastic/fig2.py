@@ -85,7 +85,7 @@ def quick(job: Job) -> Evidence:
     plain, over = (result["models"] for result in results.values())
     accuracy = best_rate(results["FedAvg", True])[1]
     findings = (
-        Finding("models sent a round for each client, FedAvg", "2", plain / 4, 2, 2),
+        Finding("models sent per round for each client, FedAvg", "2", plain / 4, 2, 2),
         Finding("the same with elastic aggregation", "3", over / 4, 3, 3),
         Finding("elastic: accuracy in % after 10 rounds", "learns", float(accuracy.min()), 40, 100),
     )
@@ -99,19 +99,19 @@ def run(job: Job) -> Evidence:
 ENTRY = Entry(
     title="Elastic aggregation, Figure 2 of the supplement: over FedAvg, FedAvgM and FedProx",
     paper=f"{PAPER}, Figure 2",
-    setting="FEMNIST's images (62 classes) of 300 writers dealt to 100 clients with label ratios from Dirichlet(0.1) "
-    "and log-normal sizes (sigma 0.3); MLP of 64 units; 10 clients a round, 2 local epochs, batches of 20, "
-    f"{ROUNDS} rounds; FedAvgM with 0.9 (a moving average), FedProx with 0.1. Elastic: tau 0.5, mu 0.95, a tenth of "
-    "every client's images held out. Client rates 0.3, 0.1, 0.03, the best for each; three seeds.",
+    setting="FEMNIST's images (62 classes) of 300 writers, distributed to 100 clients with label ratios from "
+    "Dirichlet(0.1) and log-normal sizes (sigma 0.3); MLP of 64 units; 10 clients per round, 2 local epochs, batches "
+    f"of 20, {ROUNDS} rounds; FedAvgM with 0.9 (a moving average), FedProx with 0.1. Elastic: tau 0.5, mu 0.95, a "
+    "tenth of every client's images held out. Client rates 0.3, 0.1, 0.03, the best for each; three seeds.",
     quick="elastic aggregation over FedAvg learns and sends 3 models where FedAvg sends 2; digits",
     run=run,
     deviations=(
         "FEMNIST's images and an MLP; the figure's data set and model are not named.",
-        "FedProx is the standard one, with the pull inside the gradient step.",
+        "FedProx is the standard one, with the proximal term inside the gradient step.",
     ),
     remarks=(
-        "Parameters of little influence move by 1 + tau = 1.5 times the mean change, so that part of the gain may be "
-        "that of a larger server rate; we have not set them apart. The gain over FedAvg is within the spread of seeds.",
+        "Parameters of little influence move by 1 + tau = 1.5 times the mean change, so part of the gain may come from "
+        "a larger server rate; we have not separated the two. The gain over FedAvg is within the spread of seeds.",
     ),
     needs=("femnist",),
     duration="about 3 minutes on two cores",

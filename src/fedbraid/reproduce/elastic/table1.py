@@ -37,7 +37,7 @@ def full(job: Job) -> Evidence:
         rate, test[name] = best_rate(result)
         job.tell(f"{name}: best rate {rate:g}")
         seen = replace(data, test=data.train)
-        # what was learned of the training images, at the rate that is best on the test images
+        # accuracy on the training images, at the rate that is best on the test images
         again = run_method(f"{name}-train", seen, job, rates=(rate,), evaluation={"every": ROUNDS}, **options)
         train[name] = by_rate(again)[rate]
         runs += [result, again]
@@ -80,7 +80,7 @@ def quick(job: Job) -> Evidence:
     data = load("digits", clients=8)
     options = {"algorithm": FEDAVG, "rounds": 10, "rates": (0.1,), "cohort": 4, "seeds": (0, 1)}
     model = {"model": {"name": "softmax_regression"}, "evaluation": {"every": 10}}
-    # at once both: with the whole of B_k as one batch and mu = 0, momentum is the average
+    # with all held-out images in one batch and mu = 0, the momentum form is the average form
     one = {"batch_size": None}
     results = {
         "elastic (momentum)": run_method("m", data, job, elastic={"mu": 0.0, **one}, **options, **model),
@@ -103,10 +103,11 @@ def run(job: Job) -> Evidence:
 ENTRY = Entry(
     title="Elastic aggregation, Table 1 of the supplement: how sensitivity is measured",
     paper=f"{PAPER}, Table 1",
-    setting="FEMNIST's images (62 classes) of 300 writers dealt to 100 clients with label ratios from Dirichlet(0.1) "
-    "and log-normal sizes (sigma 0.3); MLP of 64 units; FedAvg with 10 clients a round, 2 local epochs, batches of "
-    f"20, {ROUNDS} rounds. Elastic: tau 0.5, mu 0.95, a tenth of every client's images held out to sense with. "
-    "Client rates 0.3, 0.1, 0.03, the best by mean test accuracy over the last ten rounds; three seeds.",
+    setting="FEMNIST's images (62 classes) of 300 writers, distributed to 100 clients with label ratios from "
+    "Dirichlet(0.1) and log-normal sizes (sigma 0.3); MLP of 64 units; FedAvg with 10 clients per round, 2 local "
+    f"epochs, batches of 20, {ROUNDS} rounds. Elastic: tau 0.5, mu 0.95, a tenth of every client's images held out to "
+    "measure sensitivity. Client rates 0.3, 0.1, 0.03, the best by mean test accuracy over the last ten rounds; three "
+    "seeds.",
     quick="with mu = 0 and one batch the momentum form is the average form, number for number; digits",
     run=run,
     deviations=(
@@ -116,7 +117,7 @@ ENTRY = Entry(
     ),
     remarks=(
         "Both forms are the same here to a hundredth of a point: a tenth of a client's 400 images makes two batches, "
-        "after which the moving average is nearly in proportion to the mean, and only proportions count.",
+        "after which the moving average is nearly proportional to the mean, and only proportions matter.",
         "The gain over the naive form is smaller than the difference between seeds.",
     ),
     needs=("femnist",),

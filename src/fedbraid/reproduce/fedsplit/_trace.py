@@ -1,4 +1,4 @@
-"""The gap to the optimum, round by round, of a method that the simulator runs in float64."""
+"""Run a method in the simulator in float64, and record the gap to the optimum after every round."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def trace(
     method: Algorithm, start: Any, clients: Split, gap: Callable[[Any], Any], *, rounds: int, every: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rounds (from 0) and ``gap(x)`` after them; every client takes part in every round."""
-    one = {name: np.asarray(field[:1]) for name, field in clients.arrays.items()}  # the gap looks at the model alone
+    one = {name: np.asarray(field[:1]) for name, field in clients.arrays.items()}  # the gap depends on the model only
 
     def metrics(params: Any, batch: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         return {"gap": (batch["mask"] * gap(params), batch["mask"])}
@@ -41,7 +41,7 @@ def residual_loss(x: Any, batch: Mapping[str, Any], key: Any) -> Any:
 
 
 def draw(axis: Any, curves: Mapping[str, tuple[np.ndarray, np.ndarray]], *, floor: float) -> None:
-    """Gap against round, logarithmic; a curve ends at ``floor``, where rounding begins."""
+    """Gap against round, logarithmic; curves end at ``floor``, below which rounding errors dominate."""
     for i, (name, (at, gap)) in enumerate(curves.items()):
         last = int(np.argmax(gap < floor)) or len(gap)
         axis.plot(at[:last], gap[:last], DASHES[i % 4], color=COLOURS[i % 7], lw=1.8, label=name)

@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from fedbraid.algorithms import fedgd, fedsplit
+from fedbraid.data.federated import Split
 from fedbraid.experiment.figures import COLOURS, tidy
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.reproduce.fedsplit._trace import PAPER, residual_loss, trace
@@ -53,7 +54,7 @@ def _simulated(name: str, problem: LeastSquares, *, rounds: int) -> int:
             objective="sum",
             prox="closed-form",
         )
-    gaps = trace(method, np.zeros(fed.dim), problem.split(), gap, rounds=rounds)[1]
+    gaps = trace(method, np.zeros(fed.dim), Split.from_clients(problem.clients()), gap, rounds=rounds)[1]
     return rounds_until(gaps, EPSILON) or NEVER
 
 

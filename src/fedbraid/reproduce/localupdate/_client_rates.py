@@ -1,4 +1,4 @@
-"""Figures 12 and 13 for any task: training loss by client rate, at one server rate or at each one's best."""
+"""Figures 12 and 13 for any task: training loss by client rate, at a fixed or at the best server rate."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 FIXED = 0.01  # Figure 12's server rate
 GAMMAS = (0.0, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
-# of entries with the paper's networks
-IMAGES = "300 writers instead of 3,400. CIFAR-100, the third task, is not at hand; Shakespeare is an entry of its own."
+# deviations that several entries with the paper's networks share
+IMAGES = "300 writers instead of 3,400. CIFAR-100, the third task, is not available; Shakespeare has its own entry."
 TEXT = (
     "The products with the recurrent weights take factors rounded to bfloat16 and sum in float32; other products are "
-    "TF32 on a GPU. Padding counts neither in gradients nor in losses.",
-    "That smaller client rates end lower the paper says of FEMNIST and CIFAR-100 only, and is not looked at here.",
+    "TF32 on a GPU. Padding is masked out of gradients and losses.",
+    "The paper says only of FEMNIST and CIFAR-100 that smaller client rates end lower; it is not checked here.",
 )
 
 
@@ -30,7 +30,7 @@ TEXT = (
 
 
 def losses(result: Mapping[str, Any]) -> dict[float, np.ndarray]:
-    """The loss on all training data after every evaluated round, by gamma; what diverged is left out."""
+    """The loss on all training data after every evaluated round, by gamma, without diverged points."""
     return {
         point["algorithm.gamma"]: np.array(row, float)
         for point, row, diverged in zip(result["points"], result["test_loss"], result["diverged"], strict=True)
@@ -39,7 +39,7 @@ def losses(result: Mapping[str, Any]) -> dict[float, np.ndarray]:
 
 
 def learned(curves: Mapping[float, np.ndarray]) -> dict[float, np.ndarray]:
-    """Those that end below where gamma = 0 was at the first look: what the figure shows."""
+    """The curves that the figure shows: those that end below the first value of gamma = 0."""
     return {gamma: curve for gamma, curve in curves.items() if curve[-1] < curves[0.0][0]}
 
 
@@ -48,20 +48,20 @@ def compare_fixed(
 ) -> Evidence:
     """All client rates at the one server rate, over the rest of a grid (see ``run_grid``).
 
-    small_wins: whether the paper says of this task that smaller client rates end lower; it says of all tasks that the
-    client rate matters for the speed and for the end.
+    small_wins: whether the paper says of this task that smaller client rates end lower. Of all tasks it says that the
+    client rate changes the speed and the final loss.
     """
     data = task.load(job, on_train=True)
     fixed = {"gammas": gammas, "rates": (FIXED,), "rounds": rounds, "every": every}
     result = run_grid("gamma", data, job, task=task, **fixed, **grid)
     shown = learned(losses(result))
-    gone = [gamma for gamma in gammas if gamma not in shown]
+    left_out = [gamma for gamma in gammas if gamma not in shown]
     first = min(shown, key=lambda gamma: shown[gamma][0])
     last = min(shown, key=lambda gamma: shown[gamma][-1])
     at_first, at_last = [[float(curve[look]) for curve in shown.values()] for look in (0, -1)]
     if small_wins:
         speed = Finding(
-            "client rate with the lowest loss at the first look is above that at the end", "yes", first > last
+            "client rate with the lowest loss at the first evaluation is above that at the end", "yes", first > last
         )
         end = Finding(
             "loss at the end, highest gamma shown less the lowest of all", "above 0",
@@ -69,14 +69,14 @@ def compare_fixed(
         )  # fmt: skip
     else:
         speed = Finding(
-            "loss at the first look, highest less lowest",
+            "loss at the first evaluation, highest less lowest",
             "gamma sets the speed",
             max(at_first) - min(at_first),
             0.01,
         )
         end = Finding("loss at the end, highest less lowest", "and the end", max(at_last) - min(at_last), 0.01)
     findings = (
-        Finding("gamma = 10 diverges or learns nothing", "omitted as diverged", 10.0 in gone),
+        Finding("gamma = 10 diverges or learns nothing", "omitted as diverged", 10.0 in left_out),
         speed,
         Finding(
             "rounds after which gamma = 0 is still above gamma = 0.01", "gamma = 0 is slow",
@@ -85,9 +85,10 @@ def compare_fixed(
         end,
     )  # fmt: skip
     ends = ", ".join(f"{gamma:g}: {curve[-1]:.4f}" for gamma, curve in shown.items())
+    omitted = ", ".join(f"{gamma:g}" for gamma in left_out) or "none"
     notes = (
         f"Training loss after {rounds} rounds, by gamma: {ends}.",
-        f"Left out, as no better than at the start: gamma {', '.join(f'{gamma:g}' for gamma in gone) or 'none'}.",
+        f"Left out, because the loss is no better than at the start: gamma {omitted}.",
         f"Lowest after {every} rounds: gamma = {first:g}; at the end: gamma = {last:g}.",
         spent([result]),
     )
@@ -121,7 +122,8 @@ def compare_tuned(
 ) -> Evidence:
     """All client rates, each at its best server rate, over a grid (see ``run_grid``).
 
-    last: rounds whose mean loss decides; ``late`` evaluates them every so many rounds, beside every ``every``-th.
+    last: the mean loss over the last so many rounds chooses the server rate.
+    late: evaluate every so many of these last rounds, in addition to every ``every``-th round.
     small_wins: as above.
     """
     data = task.load(job, on_train=True)

@@ -1,4 +1,4 @@
-"""What the frontiers' formulas are held against: Algorithm 2 run step by step, and eigenvalues of what it sends."""
+"""To check the formulas of the frontiers: Algorithm 2 run step by step, and the eigenvalues of its messages."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from fedbraid.theory import Frontier, server_optimizer, simulated_frontier
+from fedbraid.problems import random_orthogonal
+from fedbraid.theory import Frontier, random_spectrum, server_optimizer, simulated_frontier
 from fedbraid.theory.frontier import Momentum
-from fedbraid.theory.quadratics import random_orthogonal, random_spectrum
 
 PAPER = "Charles and Konecny, Convergence and Accuracy Trade-Offs in Federated Learning and Meta-Learning, AISTATS 2021"
 PLOTTED = 0.005  # two curves closer than this are one curve in a printed figure
 
 
 class Measured(NamedTuple):
-    """``message`` is the matrix that maps ``x - c`` to what a client sends; the rest are its eigenvalues' ratios."""
+    """``message`` is the matrix that maps ``x - c`` to the client's message; the others are ratios of eigenvalues."""
 
     message: np.ndarray
     kappa: float  # largest over smallest eigenvalue of the message, Q A
@@ -49,7 +49,7 @@ def local_update(
 
 
 def server_rate(message: np.ndarray, momentum: Momentum) -> float:
-    """Spectral radius of a round: the server's optimizer, tuned to the extreme eigenvalues of what it receives."""
+    """Spectral radius of a round, with the server's optimizer tuned to the extreme eigenvalues of the message."""
     values = np.linalg.eigvalsh(_symmetric(message))
     step, beta, nesterov = server_optimizer(float(values[-1]), float(values[0]), momentum)
     radius = 0.0
@@ -62,7 +62,7 @@ def server_rate(message: np.ndarray, momentum: Momentum) -> float:
 
 
 def printed_rate(kappa: float, momentum: Momentum) -> float:
-    """Table 2 in plain arithmetic, with the heavy ball's roots where they belong."""
+    """Table 2 in plain arithmetic; the heavy ball's rate is (sqrt(kappa) - 1) / (sqrt(kappa) + 1)."""
     if momentum == "none":
         return (kappa - 1) / (kappa + 1)
     if momentum == "nesterov":
@@ -71,7 +71,7 @@ def printed_rate(kappa: float, momentum: Momentum) -> float:
 
 
 def curve(rho: np.ndarray, kappa0: float, momentum: Momentum = "none") -> np.ndarray:
-    """Delta on the one curve on which all frontiers inside the lemmas lie: eq. (17), with kappa from Table 2."""
+    """Delta on the curve that all frontiers within the lemmas share: eq. (17), with kappa from Table 2."""
     rho = np.asarray(rho, float)
     if momentum == "none":
         kappa = (1 + rho) / (1 - rho)
@@ -88,18 +88,19 @@ def off_curve(frontier: Frontier, kappa0: float, momentum: Momentum = "none") ->
 
 
 def one_shot(kappa0: float) -> float:
-    """Delta of averaging the clients' own minimizers, where K goes to infinity."""
+    """Delta of averaging the clients' minimizers: the limit of K to infinity."""
     return (math.sqrt(kappa0) - 1) / (math.sqrt(kappa0) + 1)
 
 
 def excess(frontier: Frontier, kappa0: float) -> np.ndarray:
-    """How far right of FedAvg's curve each point lies, at its own Delta; above the curve's end, from rho = 0."""
+    """rho of each point minus rho of FedAvg's curve at the same Delta; above the end of that curve, minus 0."""
     rho = np.linspace((kappa0 - 1) / (kappa0 + 1), 0.0, 8001)
     return frontier.rho - np.interp(frontier.delta, curve(rho, kappa0), rho)
 
 
-def noise(smoothness: float, *, dim: int, gamma: float = 0.001, matrices: int = 40) -> float:
-    """Standard deviation of rho over random matrices, averaged over K from Lemma 4's end to twice the cusp's K."""
+def noise(smoothness: float, *, dim: int) -> float:
+    """Standard deviation of rho over 40 random matrices, averaged over K from Lemma 4's end to twice the cusp's K."""
+    gamma, matrices = 0.001, 40
     first = 1 / (gamma * smoothness)
     cusp = math.log(smoothness) / (math.log1p(-gamma) - math.log1p(-gamma * smoothness))
     ks = np.geomspace(1.2 * first, 2 * cusp, 6).round().astype(int)

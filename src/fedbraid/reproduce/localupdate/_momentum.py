@@ -1,4 +1,4 @@
-"""Figures 6 and 11 for any task: server momentum and the proximal pull, each with its own best rates."""
+"""Figures 6 and 11 for any task: server momentum and the proximal term, each at its best rates."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def draw(left: Mapping[str, Mapping[str, Any]], right: Mapping[str, Mapping[str,
 
     figure = Figure(figsize=(8.6, 3.5), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    for axis, results, title in zip(axes, (left, right), ("server momentum", "proximal pull"), strict=True):
+    for axis, results, title in zip(axes, (left, right), ("server momentum", "proximal term"), strict=True):
         for i, (name, result) in enumerate(results.items()):
             curve = [100 * (v or 0.0) for v in result["test_accuracy"][best(result, last=last)[0]]]
             dashes = ("-", "--", ":")[i % 3]

@@ -1,4 +1,4 @@
-"""Training with LocalUpdate as the paper's appendices do: ten clients a round, K local steps each."""
+"""Training with LocalUpdate as in the paper's appendices: ten clients per round, K local steps each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RATES = tuple(10.0 ** (k / 2) for k in range(-6, 3))  # appendices E.3 and F: 1e
 
 
 def server_momentum(kind: str) -> Swap | None:
-    """LocalUpdate under a server optimizer that a configuration cannot name; "none" is gradient descent."""
+    """LocalUpdate with a server optimizer that a configuration cannot name; "none" is gradient descent."""
     if kind == "none":
         return None
 
@@ -34,7 +34,7 @@ def server_momentum(kind: str) -> Swap | None:
 
 
 class Task(NamedTuple):
-    """A data set by its name, the model that learns it, options of LocalUpdate that go with both; all in ``words``."""
+    """A data set, the model, and options of LocalUpdate for both; ``words`` describe them for the page."""
 
     data: str
     model: Mapping[str, Any]
@@ -50,20 +50,20 @@ class Task(NamedTuple):
 
 
 MLP = Task("femnist", {"name": "mlp", "hidden": [100]}, {"batch_size": 20})
-ALIKE = {"weighting": "uniform"}  # the server takes the plain mean of the messages: Algorithm 1
+EQUAL_WEIGHTS = {"weighting": "uniform"}  # the server takes the unweighted mean of the messages: Algorithm 1
 CNN = Task(
     "femnist",
     {"name": "emnist_cnn"},
-    {"batch_size": 20, **ALIKE},
-    "FEMNIST, 300 writers; convolutional network with dropout, 1,206,590 weights; batches of 20, 10 clients a round "
-    "that count alike",
+    {"batch_size": 20, **EQUAL_WEIGHTS},
+    "FEMNIST, 300 writers; convolutional network with dropout, 1,206,590 weights; batches of 20, 10 clients per round "
+    "with equal weights",
 )
 LSTM = Task(
     "shakespeare",
     {"name": "char_lstm", "layers": 2, "compute": "bfloat16"},
-    {"batch_size": 4, **ALIKE},
+    {"batch_size": 4, **EQUAL_WEIGHTS},
     "The complete federated Shakespeare of TFF: 715 roles, 16,068 snippets in 37,784 windows of 80 characters; two "
-    "LSTM layers of 256 units, embedding 8, 820,522 weights; batches of 4, 10 clients a round that count alike",
+    "LSTM layers of 256 units, embedding 8, 820,522 weights; batches of 4, 10 clients per round with equal weights",
 )
 
 
@@ -86,7 +86,8 @@ def run_grid(
 ) -> dict[str, Any]:
     """LocalUpdate with Theta_{1:K} at every client rate gamma and server rate eta, as one program.
 
-    ``marks`` are rounds to evaluate after beside every ``every``-th; unfinished work is kept every ``piece`` rounds.
+    ``marks`` are rounds to evaluate after, in addition to every ``every``-th. Unfinished runs are saved every ``piece``
+    rounds.
     """
     config = parse(
         {

@@ -1,4 +1,4 @@
-"""Figure 10: a proximal pull on simulated MAML-style frontiers."""
+"""Figure 10: a proximal term on simulated MAML-style frontiers."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ def run(job: Job) -> Evidence:
         worst = max(
             worst, abs(float(said.rho[0]) - (seen.kappa - 1) / (seen.kappa + 1)), abs(float(said.delta[0]) - seen.delta)
         )
-    findings.append(Finding("frontier against Algorithm 2 with the pull, step by step", "0", worst, 0.0, 1e-8))
+    findings.append(Finding("frontier against Algorithm 2 with the proximal term, step by step", "0", worst, 0.0, 1e-8))
     return Evidence(tuple(findings), figure_10())
 
 
 ENTRY = Entry(
-    title="Local update methods, Figure 10: a proximal pull on simulated MAML-style frontiers",
+    title="Local update methods, Figure 10: a proximal term on simulated MAML-style frontiers",
     paper=f"{PAPER}, Figure 10",
     setting="mu = 1, L = 10, gamma = 0.001, alpha = 0, 0.5, 1 and 10, K from 1 to 10^6, random matrices of size 5 and "
     "100, server gradient descent. Curves are compared with one matrix for all K.",
     quick="the same; it takes seconds",
     run=run,
     remarks=(
-        "Theta_K has no K -> infinity limit of its own under the pull: (1 - gamma (lambda + alpha))^(K-1) is (1 - "
-        "gamma alpha)^(K-1) times nearly the same, and a common factor changes neither kappa nor Delta.",
+        "With the proximal term, (1 - gamma (lambda + alpha))^(K-1) is nearly (1 - gamma alpha)^(K-1) times the same "
+        "expression without it. A common factor changes neither kappa nor Delta, so the curve of Theta_K stays.",
     ),
 )

@@ -16,7 +16,7 @@ def full(job: Job) -> Evidence:
 
 
 def quick(job: Job) -> Evidence:
-    """The message is the gradient and a first-order term in gamma: losses leave gamma = 0 in proportion to it."""
+    """To first order in gamma the message is the gradient plus a term proportional to gamma, and so are the losses."""
     small = {"gammas": (0.0, 0.25, 0.5, 1.0), "rates": (0.1,), "steps": 2, "rounds": 20, "every": 5, "cohort": "all"}
     result = run_grid("gamma", verses(), job, task=small_lstm(4), **small)
     curves = losses(result)
@@ -42,7 +42,7 @@ ENTRY = Entry(
     f"Theta_{{1:{STEPS}}} with server rate {FIXED}, no momentum, alpha 0, {ROUNDS} rounds. "
     "gamma 0, 0.001, 0.01, 0.1, 1 and 10. The loss is that of the server's model on all "
     f"training text, a mean over its characters, every {EVERY} rounds.",
-    quick="gamma = 0 learns, and what a client rate costs on text that differs by role is in proportion to it; two "
+    quick="gamma = 0 learns, and the loss that a client rate adds is proportional to it, as roles differ; two "
     "tiny LSTM layers on generated text",
     run=run,
     deviations=(
@@ -50,9 +50,9 @@ ENTRY = Entry(
         *TEXT,
     ),
     remarks=(
-        "At this server rate 600 rounds reach the loss of a model that knows how frequent characters are, and little"
-        " more, whatever the client rate: the figure's differences are of speed, and at the end in the third digit.",
+        "At this server rate 600 rounds reach about the loss of a model that only knows character frequencies, at any "
+        "client rate. Client rates differ in speed; at the end they differ in the third digit.",
     ),
     needs=("shakespeare",),
-    duration="about 4 minutes on one H200 that runs two other entries too",
+    duration="about 4 minutes on one H200 shared with two other entries",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Figure 3: a proximal pull shortens FedAvg's frontier and does not move it."""
+"""Figure 3: with a proximal term FedAvg reaches a part of the same frontier."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALPHAS = (0.0, 0.5, 1.0, 5.0)
 
 
 def _stepwise(alpha: float) -> float:
-    """Algorithm 2 with the pull, step by step, against the frontier."""
+    """Algorithm 2 with the proximal term, step by step, against the frontier."""
     gamma, worst = 0.5 / (L + alpha), 0.0
     for steps in (1, 5, 40, 600):
         seen = local_update(matrix(L), gamma=gamma, steps=steps, alpha=alpha)
@@ -25,7 +25,7 @@ def _stepwise(alpha: float) -> float:
 
 
 def _simulated(alpha: float) -> tuple[float, float]:
-    """Two clients on a line in the simulator: distance from where theory says it stops, and from x* over 2 C Delta.
+    """Two clients on a line in the simulator: distance to the predicted end, and distance to x* over 2 C Delta.
 
     On a line the paper's Lemma 5 has the constant 2 C, C = 1 here.
     """
@@ -96,7 +96,7 @@ def run(job: Job) -> Evidence:
 
 
 ENTRY = Entry(
-    title="Local update methods, Figure 3: a proximal pull and FedAvg's frontier",
+    title="Local update methods, Figure 3: a proximal term and FedAvg's frontier",
     paper=f"{PAPER}, Figure 3",
     setting="mu = 1, L = 10, gamma = 1/(2 (L + alpha)), alpha = 0, 0.5, 1 and 5, K from 1 to 10^6, server gradient "
     "descent. Beside the closed forms: Algorithm 2 step by step on a 6 x 6 matrix, and two clients on a line "

@@ -41,7 +41,7 @@ def _part(frontier: Frontier, which: np.ndarray) -> Frontier:
 
 
 def run(job: Job) -> Evidence:
-    lemma = int(1 / (GAMMA * L))  # 100 steps: beyond them Lemma 4 says nothing
+    lemma = int(1 / (GAMMA * L))  # 100 steps: Lemma 4 holds up to there
     grid = np.unique(np.geomspace(1, 10**6, 150).round().astype(int))
     small, large = (simulated_frontier(mu=1.0, smoothness=L, dim=dim, values=grid) for dim in (5, 100))
     same = max(off_curve(_part(f, grid < lemma), L) for f in (small, large))
@@ -81,7 +81,7 @@ def run(job: Job) -> Evidence:
     )
     note = (
         f"The mean eigenvalue at d = 400 is {mean:.2f}. A semi-circle on [1, 10] would have 5.5; the Marchenko-Pastur "
-        "law of B'B with a square B, scaled to [1, 10], has 1 + 9/4 = 3.25. It is the latter that the curves settle to."
+        "law of B'B with a square B, scaled to [1, 10], has 1 + 9/4 = 3.25. The curves converge to the latter."
     )
     return Evidence(findings, figure_5(), (note,))
 
@@ -97,7 +97,7 @@ ENTRY = Entry(
     remarks=(
         "Section 5 puts kappa into eq. (17), Appendix D.1 into Lemma 5. Eq. (17) would keep every point on FedAvg's "
         "curve; the figure is that of Lemma 5, which we use.",
-        "The cusp is no coincidence: the smallest eigenvalue of Q A changes from the mu end to the L end where psi(mu) "
+        "The cusp has a reason: the smallest eigenvalue of Q A changes from the mu end to the L end where psi(mu) "
         "= psi(L), which says b/a = L/mu, the Delta of one-shot averaging (docs/theory/frontiers.md).",
         "The paper names Figure 4 where it speaks of the cusp; it is in Figure 5.",
     ),

@@ -1,4 +1,4 @@
-"""Figures 6 and 11: server momentum and the proximal pull, with tuned rates."""
+"""Figures 6 and 11: server momentum and the proximal term, with tuned rates."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def quick(job: Job) -> Evidence:
     )
     ahead = min(a[-1] - b[-1] for a, b in zip(plain["test_loss"], ball["test_loss"], strict=True))
     findings = (
-        Finding("one local step: the pull does nothing, test losses apart", "0", same, 0.0, 1e-6),
+        Finding("one local step: the proximal term does nothing, test losses apart", "0", same, 0.0, 1e-6),
         Finding("small rates: test loss that heavy ball is ahead by, at least", "above 0", ahead, 0.0),
     )
     figure = draw({"no momentum": plain, "heavy ball": ball}, {"alpha = 0": plain, "alpha = 1": pulled}, LAST)
@@ -47,9 +47,9 @@ def run(job: Job) -> Evidence:
 
 
 ENTRY = Entry(
-    title="Local update methods, Figures 6 and 11: server momentum and the proximal pull with tuned rates",
+    title="Local update methods, Figures 6 and 11: server momentum and the proximal term with tuned rates",
     paper=f"{PAPER}, Figures 6 and 11",
-    setting=f"FEMNIST, 300 writers; MLP of 100 units; Theta_{{1:{STEPS}}} with batches of 20, 10 clients a round, "
+    setting=f"FEMNIST, 300 writers; MLP of 100 units; Theta_{{1:{STEPS}}} with batches of 20, 10 clients per round, "
     f"{ROUNDS} rounds. Left: no momentum, Nesterov and heavy ball with 0.9. Right: alpha 0, 0.1 and 1. "
     "Client rates 10^-1 and 10^-1.5, server rates 10^-0.5 to 10^-2, both by half decades; the pair with the best mean "
     f"test accuracy over the last {LAST} rounds is shown.",
@@ -59,11 +59,11 @@ ENTRY = Entry(
         "An MLP on 300 writers instead of a convolutional network with dropout on 3,400.",
         f"{ROUNDS} rounds; 2 x 4 rates instead of 9 x 9; chosen by the last {LAST} rounds instead of 100.",
         "The figure's values of alpha are not given in the text; ours are the first two decades.",
-        "Clients count by their examples; in the paper they count alike.",
+        "Clients are weighted by their number of examples; in the paper they have equal weights.",
     ),
     remarks=(
-        "alpha = 0.1 costs 0.9 points and alpha = 1 costs 9: a pull that strong slows the 50 local steps down, and 40 "
-        "rounds do not make up for it.",
+        "alpha = 0.1 costs 0.9 points and alpha = 1 costs 9: so strong a proximal term slows the 50 local steps, and "
+        "40 rounds are too few to compensate.",
     ),
     needs=("femnist",),
     duration="about 6 minutes on two cores",

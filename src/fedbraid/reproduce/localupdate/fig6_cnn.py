@@ -1,4 +1,4 @@
-"""Figures 6 and 11 with the paper's network: server momentum and the proximal pull on FEMNIST."""
+"""Figures 6 and 11 with the paper's network: server momentum and the proximal term on FEMNIST."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def full(job: Job) -> Evidence:
 
 
 def quick(job: Job) -> Evidence:
-    """Nesterov's first step is g + beta g, plain descent at a rate 1 + beta times as large; later ones are not."""
+    """Nesterov's first step equals plain descent at 1 + beta times the rate; later steps differ."""
     data, eta = bars(), 0.08
     grid = {
         "task": GRADIENTS,
@@ -40,8 +40,8 @@ def quick(job: Job) -> Evidence:
     findings = (
         Finding(f"Nesterov's first round against plain at {1 + BETA:g} eta, test losses apart", "0", first, 0.0, 1e-5),
         Finding("later it is ahead of that too: test loss, at least", "above 0", ahead, 1e-3),
-        Finding("gamma = 0: the pull has nothing to pull, test losses apart", "0", still, 0.0, 1e-5),
-        Finding("gamma = 0.1: it has", "above 0", moved, 1e-4),
+        Finding("gamma = 0: the proximal term is zero, test losses apart", "0", still, 0.0, 1e-5),
+        Finding("gamma = 0.1: it is not", "above 0", moved, 1e-4),
     )
     left, right = {"no momentum": plain, "Nesterov": nesterov}, {"alpha = 0": plain, "alpha = 1": pulled}
     return Evidence(findings, draw(left, right, grid["rounds"]))
@@ -52,14 +52,14 @@ def run(job: Job) -> Evidence:
 
 
 ENTRY = Entry(
-    title="Local update methods, Figures 6 and 11, with the paper's network: momentum and the proximal pull on FEMNIST",
+    title="Local update methods, Figures 6 and 11, with the paper's network: momentum and the proximal term on FEMNIST",
     paper=f"{PAPER}, Figures 6 and 11",
     setting=f"{CNN.words}; "
     f"Theta_{{1:{STEPS}}}, {ROUNDS} rounds. Left: no momentum, Nesterov and heavy ball with {BETA}. Right: alpha 0, "
     "0.1 and 1. Client and server rates 10^-0.5, 10^-1 and 10^-1.5; the pair with the best mean test accuracy over the "
     f"last {LAST} rounds, evaluated every {EVERY}, is shown.",
-    quick="the first round of Nesterov is one of plain descent at 1.9 times the rate, and the pull does nothing at "
-    "gamma = 0; the network on generated images of 6 x 6",
+    quick="the first round of Nesterov equals plain descent at 1.9 times the rate, and the proximal term does nothing "
+    "at gamma = 0; the network on generated images of 6 x 6",
     run=run,
     deviations=(
         "300 writers instead of 3,400.",
@@ -68,10 +68,10 @@ ENTRY = Entry(
         "The network is that of Reddi et al., whom the paper follows: two convolutions, one pool, two dense layers.",
     ),
     remarks=(
-        "The strongest pull is the worst by 1.8 points over the last 100 rounds, and by less than one at the end: "
-        "alpha = 1 slows the 50 local steps down and, with the server rate that it needs then, starts unsteadily. At"
-        " the largest client rate only models under a pull learn.",
+        "The strongest proximal term is worst, by 1.8 points over the last 100 rounds and by less than one at the end: "
+        "alpha = 1 slows the 50 local steps and, with the server rate that it then needs, is unstable at first. At "
+        "the largest client rate only models with a proximal term learn.",
     ),
     needs=("femnist",),
-    duration="about 6 minutes on one H200 that runs two other entries too",
+    duration="about 6 minutes on one H200 shared with two other entries",
 )  # fmt: skip

@@ -14,9 +14,9 @@ L = 10.0
 
 
 def _roundness(frontier: Frontier) -> float:
-    """Beyond the cusp: mean distance, in rho, of the curve to the left of its chord.
+    """Beyond the cusp: the mean of rho on the chord minus rho on the curve.
 
-    Above 0 the region to the right of the curve bulges as a convex set does; below 0 it is hollow.
+    It is positive where the region to the right of the curve is convex, negative where it is not.
     """
     first = int(np.argmin(frontier.rho))
     rho, delta = frontier.rho[first:], frontier.delta[first:]

@@ -1,4 +1,4 @@
-"""Figure 9: a proximal pull on MAML-style messages inside Lemma 4."""
+"""Figure 9: a proximal term on MAML-style messages inside Lemma 4."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ def _reach() -> list[float]:
 
 
 ENTRY = Entry(
-    title="Local update methods, Figure 9: a proximal pull on MAML-style messages inside Lemma 4",
+    title="Local update methods, Figure 9: a proximal term on MAML-style messages inside Lemma 4",
     paper=f"{PAPER}, Figure 9",
     setting="mu = 1, L = 10, gamma = 10^-7, Theta_K with K from 1 to where gamma < 1/(K L + alpha) ends (just below "
     "10^6), alpha = 0, 0.5, 1 and 5, server gradient descent.",
     quick="the same; it takes seconds",
     run=run,
     remarks=(
-        "The effect of alpha is not only more subdued than in Figure 3 but invisible at this gamma: the end of Lemma "
-        "4's range moves by alpha / L steps out of a million, and rho by less than 10^-5.",
+        "At this gamma the effect of alpha is not only weaker than in Figure 3 but invisible: the end of Lemma 4's "
+        "range moves by alpha / L steps out of a million, and rho by less than 10^-5.",
     ),
 )

@@ -1,4 +1,4 @@
-"""The ablations of Figures 1 and 3: an MLP, ten local epochs, one method at a time over a few rates."""
+"""The ablations of Figures 1 and 3: an MLP, ten local epochs, each method over a few rates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedbraid.reproduce.training import best, train
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LAST = 10  # rounds at the end that a score is the mean of
+LAST = 10  # a score is the mean over this many last rounds
 
 
 class Arm(NamedTuple):
@@ -34,7 +34,7 @@ def femnist(job: Job) -> FederatedData:
 
 
 def run_arm(name: str, arm: Arm, data: FederatedData, job: Job, *, rounds: int, **changes: Any) -> dict[str, Any]:
-    """One method over its rates; ``changes`` are other settings than those of the figures."""
+    """One method over its rates; ``changes`` override the settings of the figures."""
     local = {"batch_size": 20, "epochs": 10} | changes.pop("local", {})
     config = parse(
         {

@@ -1,4 +1,4 @@
-"""A column of Table 2 on FEMNIST's writers: all methods with one model, and what is said of the result."""
+"""A column of Table 2 on FEMNIST's writers: run all methods with one model, and check the result."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ def judge_column(results: Mapping[str, Mapping[str, Any]], paper: Mapping[str, f
         Finding("best less worst, in points", f"{apart:.1f}", max(finite.values()) - min(finite.values()), 0.0, 3.0),
         Finding("MimeLiteSGD is FedAvgSGD", "yes", ours["MimeLiteSGD"] == ours["FedAvgSGD"]),
     ]
-    figure = draw(results, paper, LAST, margin=MARGIN, title=f"{title}, 40 models sent a round")
+    figure = draw(results, paper, LAST, margin=MARGIN, title=f"{title}, 40 models sent per round")
     return Evidence(tuple(findings), figure, notes(results, LAST))

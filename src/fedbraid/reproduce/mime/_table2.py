@@ -26,7 +26,7 @@ BETA, B1, B2, EPS, INITIAL = 0.9, 0.9, 0.99, 1e-7, 0.1
 
 
 class Way(NamedTuple):
-    """One of the twelve: the algorithm, its options, its clients a round (Table 4), and what runs in its place."""
+    """One of the twelve: the algorithm, its options, its clients per round (Table 4), and a replacement to run."""
 
     algorithm: str
     options: Mapping[str, Any]
@@ -43,12 +43,12 @@ _OF_BASES = ("base", "beta", "b1", "b2", "eps", "initial")
 
 
 def _over_optax(make: Callable[..., Algorithm]) -> Swap:
-    """Mime or MimeLite over optax's optimizers, which take a gradient into their averages before dividing by them."""
+    """Mime or MimeLite with optax's optimizers, which add a gradient to their averages before they divide by them."""
 
     def swap(loss: Callable, options: Mapping[str, Any]) -> Algorithm:
         taken = {k: v for k, v in options.items() if k not in _OF_BASES}
         base = from_optax(_BASES[options["base"]](options), name=f"optax's {options['base']}")
-        # linear=True although it is not: no notice, since this deviation is the point of the comparison
+        # linear=True, although it is not linear, suppresses the notice: this deviation is intended here
         base = base._replace(linear=True)
         return make(loss, base=base, **taken)
 
@@ -56,7 +56,7 @@ def _over_optax(make: Callable[..., Algorithm]) -> Swap:
 
 
 def _server_adagrad(loss: Callable, options: Mapping[str, Any]) -> Algorithm:
-    """FedAvg whose server runs Table 5's AdaGrad from 0.1; the library's FedAdagrad is Reddi et al.'s, from tau^2."""
+    """FedAvg with Table 5's AdaGrad on the server, starting at 0.1; the library's FedAdagrad starts at tau^2."""
     base, rate = adagrad(eps=options["tau"], initial=INITIAL), options["server_lr"]
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -113,8 +113,9 @@ def run_method(
 ) -> dict[str, Any]:
     """One method over all client rates, as one program; the result is kept in ``work/NAME.json``.
 
-    ``overrides`` are other options of the algorithm; ``points`` take the place of ``rates`` where more than the client
-    rate is varied, and ``label`` that of the name in the file's.
+    overrides: other options of the algorithm.
+    points: replace ``rates`` if more than the client rate is varied.
+    label: replaces the name of the method in the file name.
     """
     if name not in WAYS:
         raise ConfigError(unknown("method of Table 2", name, WAYS))
@@ -221,11 +222,11 @@ def draw(
 
 DEVIATIONS = (
     "On the clients of Mime and MimeLite the base optimizers are optax's, as in the authors' published code (FedJAX), "
-    "not those of Table 5, which divide by averages that do not hold the gradient at hand: with eps = 1e-7 Adam's "
+    "not those of Table 5, which divide by averages that do not include the current gradient: with eps = 1e-7 Adam's "
     "first round, and any coordinate whose gradient was always 0 so far (a rare character), is multiplied by up to "
     "1e7, and AdaGrad starts at 3.2 times the nominal rate. Momentum there is m = g + beta m, which is Table 5's "
     "average at a rate ten times as large.",
     "On FedAvg's server: momentum as the average of Table 5, optax's Adam with bias correction, Table 5's AdaGrad.",
-    "One seed, as far as the paper says also there; accuracy is the mean of the evaluations in the last 50 rounds, "
-    "where the paper says after 1000 rounds.",
+    "One seed, apparently as in the paper. Accuracy is the mean of the evaluations in the last 50 rounds; the paper "
+    "reports it after 1000 rounds.",
 )

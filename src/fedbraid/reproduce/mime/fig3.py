@@ -64,20 +64,21 @@ def run(job: Job) -> Evidence:
 ENTRY = Entry(
     title="Mime, Figure 3: methods and locally updated state with Adam on an MLP with ten local epochs",
     paper="Karimireddy et al., Mime: Mimicking Centralized Stochastic Algorithms in Federated Learning, Figure 3",
-    setting="As Figure 1 (FEMNIST, 300 writers, MLP of 300 and 100 units, 10 clients a round, 10 local epochs, batches "
-    f"of 20), {ROUNDS} rounds, with Adam: 0.9, 0.99, eps 1e-3; Table 5's on the clients of Mime, MimeLite, Loc-Mime; "
-    "optax's on the server of FedAvg. Client rates: 10^-2.5, 10^-3, 10^-3.5, and 10^-2, 10^-3, 10^-4 for FedAvg; "
-    "server rate 1.",
+    setting="As Figure 1 (FEMNIST, 300 writers, MLP of 300 and 100 units, 10 clients per round, 10 local epochs, "
+    f"batches of 20), {ROUNDS} rounds, with Adam: 0.9, 0.99, eps 1e-3; Table 5's on the clients of Mime, MimeLite, "
+    "Loc-Mime; optax's on the server of FedAvg. Client rates: 10^-2.5, 10^-3, 10^-3.5, and 10^-2, 10^-3, 10^-4 for "
+    "FedAvg; server rate 1.",
     quick="with one local step on all data Mime over Adam is MimeLite over Adam; a small MLP on digits",
     run=run,
     deviations=(
-        "300 writers instead of 3,400 and 10 clients a round instead of 20.",
+        "300 writers instead of 3,400 and 10 clients per round instead of 20.",
         f"{ROUNDS} rounds instead of 1,000, and three client rates a method.",
     ),
     remarks=(
         "FedAvg under Adam with server rate 1 hardly learns at any of the three client rates, and is best at the "
-        "smallest: the sensitivity of which Figure 4 of the paper speaks. It is a weak opponent here.",
-        "Mime, MimeLite and Loc-Mime are best at the smallest rate tried, so a finer search might bring them closer.",
+        "smallest: the sensitivity that Figure 4 of the paper shows. So it is a weak baseline here.",
+        "Mime, MimeLite and Loc-Mime are best at the smallest rate tried, so lower rates might bring them closer to "
+        "each other.",
     ),
     needs=("femnist",),
     duration="about 5 minutes on two cores",

@@ -52,7 +52,7 @@ def full(job: Job) -> Evidence:
 
 
 def draw(maps: Mapping[str, Mapping[tuple[float, ...], float]]) -> Figure:
-    """A map for each method at the best client rate of each cell, the default framed."""
+    """A heat map for each method, at the best client rate of each cell; the default is framed."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
@@ -83,7 +83,7 @@ def draw(maps: Mapping[str, Mapping[tuple[float, ...], float]]) -> Figure:
 
 def quick(job: Job) -> Evidence:
     data = load("digits", clients=20)
-    # with one local step a client rate and an epsilon ten times as large leave Adam's step as it was
+    # with one local step, a client rate and an epsilon both ten times as large give the same step of Adam
     grid = {"server_lr": (0.1, 0.01), "tau": (1e-2, 1e-3), "client_lr": (1.0, 0.1)}
     options = {"batch_size": None, "marks": ()}
     result = run_grid("FedAvgAdam", data, job, grid=grid, rounds=5, **options)
@@ -107,7 +107,7 @@ ENTRY = Entry(
     setting=f"FEMNIST, 300 writers, softmax regression, {ROUNDS} rounds of one local epoch, batches of 10, cohorts of "
     "Table 4. Server rates 10, 1, 0.1, 0.01; epsilon 0.1, 1e-3, 1e-5, 1e-7; for each the best of the client rates 1, "
     "0.1, 0.01, by the mean of two evaluations in the last ten rounds. A cell is 0 where all rates diverge.",
-    quick="with one local step FedAvg over Adam knows only the ratio of client rate and epsilon; digits",
+    quick="with one local step FedAvg with Adam depends only on the ratio of client rate and epsilon; digits",
     run=run,
     deviations=(
         "Softmax regression on 300 writers instead of a convolutional network on 3,400: the latter would take weeks on "

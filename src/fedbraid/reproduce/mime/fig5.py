@@ -1,4 +1,4 @@
-"""Figure 5: methods without adaptivity over the server rate."""
+"""Figure 5: non-adaptive methods over the server rate."""
 
 from __future__ import annotations
 
@@ -81,16 +81,16 @@ ENTRY = Entry(
     setting=f"FEMNIST, 300 writers, softmax regression, {ROUNDS} rounds of one local epoch, batches of 10, cohorts of "
     "Table 4, beta 0.9. Server rates 10 to 0.01 by half decades; for each the best of the client rates 1 to 0.01 by "
     "half decades, by the mean of two evaluations in the last ten rounds.",
-    quick="with one local step FedAvg knows only the product of both rates; digits",
+    quick="with one local step FedAvg depends only on the product of both rates; digits",
     run=run,
     deviations=(
         "Softmax regression on 300 writers instead of a convolutional network on 3,400.",
         f"{ROUNDS} rounds instead of 1,000; 7 x 5 rates instead of 9 x 9.",
     ),
     remarks=(
-        "Above server rate 1 momentum is the less sensitive, as in the paper: it loses 2 points at most, SGD 7 to 10. "
-        "Below 1 all are slow in so few rounds, FedAvg with momentum, which starts at 0, most of all: this decides the "
-        "spread over all rates, and is why FedAvgMom is best above 1.",
+        "Above server rate 1 momentum is less sensitive, as in the paper: it loses at most 2 points, SGD 7 to 10. "
+        "Below 1 all are slow in so few rounds, and FedAvg with momentum, which starts at 0, is slowest. Most of the "
+        "spread over all rates comes from there, and it is why FedAvgMom is best above 1.",
     ),
     needs=("femnist",),
     duration="about 5 minutes on two cores",

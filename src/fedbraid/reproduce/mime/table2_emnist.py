@@ -45,7 +45,7 @@ def quick(job: Job) -> Evidence:
         Finding("first round of FedAvgAdagrad against FedAvg at rate 1/sqrt(0.1), test losses", "0", apart, 0.0, 1e-5),
         Finding("MimeAdam, eps 1e-7: no point diverges", "stable", not any(adam["diverged"])),
         Finding("MimeAdam: accuracy in % after 20 rounds", "learns", 100 * adam["test_accuracy"][0][-1], 50, 100),
-        Finding("MimeAdam: models sent a round", "35", round(adam["models"], 1), 35, 35),
+        Finding("MimeAdam: models sent per round", "35", round(adam["models"], 1), 35, 35),
     )
     figure = draw({"FedAvgAdagrad": ada, "FedAvgSGD": avg, "MimeAdam": adam}, {}, 20, margin=0, title="digits")
     return Evidence(findings, figure)
@@ -65,16 +65,17 @@ ENTRY = Entry(
     "learns; softmax regression on digits",
     run=run,
     deviations=(
-        f"300 writers instead of 3,400, {ROUNDS} rounds instead of 1,000: with 20 clients a round a writer takes part "
-        "about 7 times, 6 in the paper. Hence a band of 3 points.",
+        f"300 writers instead of 3,400, {ROUNDS} rounds instead of 1,000: with 20 clients per round a writer takes "
+        "part about 7 times, 6 in the paper. Hence a band of 3 points.",
         *DEVIATIONS,
     ),
     remarks=(
         "MimeAdam is the best, as in the paper, by 0.1 to 0.4 points over FedAvg with Adagrad, momentum and SGD: less "
-        "than another seed may change. MimeLiteAdam is not second.",
-        "Most are 2 to 3 points above the paper's: the writers at hand are others, and 7 in 10 of their images digits.",
+        "than another seed might change it. MimeLiteAdam is not second.",
+        "Most are 2 to 3 points above the paper's numbers: these are other writers, and 70% of their images are "
+        "digits.",
         "SGD and FedAvg with momentum are best at rate 1, the edge of the paper's grid. FedAvgAdam's accuracy hardly "
-        "depends on the client rate, for the server's Adam undoes its scale.",
+        "depends on the client rate, because the server's Adam normalises the scale of the update.",
     ),
     needs=("femnist",),
     duration="about 7 minutes on two cores",

@@ -55,25 +55,26 @@ ENTRY = Entry(
     paper="Karimireddy et al., Mime: Mimicking Centralized Stochastic Algorithms in Federated Learning, Table 2",
     setting="FEMNIST, 300 writers with 41,495 training and 4,763 test images of 62 classes, pixels inverted; two "
     "convolutions, a pool, two dense layers and dropout (1,206,590 parameters). 1,000 rounds of one local epoch, "
-    "batches of 10; otherwise as for Shakespeare: 40 models sent a round, nine client rates from 1 to 1e-4, server "
+    "batches of 10; otherwise as for Shakespeare: 40 models sent per round, nine client rates from 1 to 1e-4, server "
     "rate 1, the same base optimizers.",
     quick="MimeLite over SGD is FedAvg number for number with convolutions too, and losses fall; digits",
     run=run,
     deviations=(
-        "300 writers instead of 3,400: with 20 clients a round each takes part about 67 times in 1,000 rounds, 6 in "
+        "300 writers instead of 3,400: with 20 clients per round each takes part about 67 times in 1,000 rounds, 6 in "
         "the paper, and there is a tenth of the images. Hence a band of 3 points.",
         *DEVIATIONS,
         "Products are TF32 on a GPU.",
     ),
     remarks=(
-        "All but FedAvgAdam are 1.4 to 2.6 points above the paper's numbers and within 0.9 of each other, where the "
-        "paper has 1.3 between best and worst: the writers at hand are others, and 7 in 10 of their images digits. "
-        "FedAvg with momentum, Adagrad and SGD and MimeAdam are within 0.1: their order says nothing.",
+        "All but FedAvgAdam are 1.4 to 2.6 points above the paper's numbers and within 0.9 points of each other (1.3 "
+        "in the paper): these are other writers, and 70% of their images are digits. FedAvg with momentum, Adagrad and "
+        "SGD and MimeAdam are within 0.1 points, so their order is not significant.",
         "FedAvgAdam learns nothing at any client rate (the paper has 85.9). With server rate 1 and eps 1e-7 a step "
-        "of the server changes every weight by about 1, whatever the clients sent; softmax regression stands that, "
-        "this network does not, nor does the paper's own LSTM (18.5). Figure 4 of the paper says so of this network "
-        "too: poor at the default eps and server rate, good elsewhere; the table's number may come from there.",
+        "of the server changes every weight by about 1, independently of what the clients sent. Softmax regression "
+        "tolerates that; this network and the paper's LSTM (18.5) do not. Figure 4 of the paper shows the same for "
+        "this network: low accuracy at the default eps and server rate, high accuracy elsewhere. Perhaps the table's "
+        "number was measured elsewhere.",
     ),
     needs=("femnist",),
-    duration="about 17 minutes on one H200 that runs two other entries too",
+    duration="about 17 minutes on one H200 shared with two other entries",
 )

@@ -1,4 +1,4 @@
-"""Table 4: what each method sends, and the clients a round that an equal total allows."""
+"""Table 4: the models that each method sends, and the clients per round at equal total communication."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedbraid.costs import cost
 from fedbraid.experiment.compare import cohorts_of
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 
-# what a pair of clients (one sends a gradient, one an update) sends in models; clients at 40 models, at 100 models
+# models sent by a pair of clients (one sends a gradient, one an update); clients at 40 and at 100 models per round
 PAPER = {
     "FedAvg": (2, 20, 50),
     "MimeLiteMom": (5, 8, 20),
@@ -44,11 +44,11 @@ def run(job: Job) -> Evidence:
     clients = {total: cohorts_of("total-communication", total // 2, list(costs.values())) for total in (40, 100)}
     findings = []
     for i, (name, (multiple, at_40, at_100)) in enumerate(PAPER.items()):
-        exact = round(costs[name].multiple, 2)  # a few counters ride along
+        exact = round(costs[name].multiple, 2)  # rounded, because messages also hold a few counters
         findings.append(Finding(f"{name}: models sent per pair", str(multiple), exact, multiple, multiple))
         for total, paper in ((40, at_40), (100, at_100)):
             ours = float(clients[total][i])
-            findings.append(Finding(f"{name}: clients for {total} models a round", str(paper), ours, paper, paper))
+            findings.append(Finding(f"{name}: clients for {total} models per round", str(paper), ours, paper, paper))
     figure = Figure(figsize=(7, 3.4), layout="constrained")
     axis = figure.add_subplot()
     for down, colour, label in ((True, "#0072B2", "down"), (False, "#D55E00", "up")):
@@ -63,7 +63,7 @@ def run(job: Job) -> Evidence:
 
 
 ENTRY = Entry(
-    title="Mime, Table 4: communication of each method and clients a round at equal total communication",
+    title="Mime, Table 4: communication of each method and clients per round at equal total communication",
     paper="Karimireddy et al., Mime: Mimicking Centralized Stochastic Algorithms in Federated Learning, Table 4",
     setting="The shapes of every message of a round, by abstract evaluation; cohorts split in two halves, one of which "
     "sends gradients and the other updates. A round may send 40 models (EMNIST, Shakespeare) or 100 (StackOverflow).",

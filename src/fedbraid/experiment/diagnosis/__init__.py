@@ -1,0 +1,14 @@
+"""Advice for a configuration from the constants of its data.
+
+- `measurement`: `diagnose` trains for a few rounds, estimates the constants along the way and tries single rounds;
+- `advice`: `advise` turns constants and those trials into sentences and settings, without running anything;
+- `verification`: `verify` trains with the configured and with the advised settings;
+- `picture`: `diagnosis_figure` draws a diagnosis.
+"""
+
+from fedbraid.experiment.diagnosis.advice import Advice, Probe, Sentence, Settings, advise
+from fedbraid.experiment.diagnosis.measurement import Diagnosis, diagnose
+from fedbraid.experiment.diagnosis.picture import diagnosis_figure
+from fedbraid.experiment.diagnosis.verification import verify
+
+__all__ = ["Advice", "Diagnosis", "Probe", "Sentence", "Settings", "advise", "diagnose", "diagnosis_figure", "verify"]

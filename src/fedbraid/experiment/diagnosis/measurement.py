@@ -1,0 +1,172 @@
+"""Measure along a short run: constants at a few rounds, and single rounds tried with other numbers of local steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from fedbraid import algorithms
+from fedbraid.data.federated import Split
+from fedbraid.experiment.assembly import Experiment, build
+from fedbraid.experiment.config import Config, options_of
+from fedbraid.experiment.diagnosis.advice import Advice, Probe, Settings, advise, round_down
+from fedbraid.local import batches_of
+from fedbraid.simulation import evaluator, simulate
+from fedbraid.theory.constants import Constants, envelope, estimate
+
+__all__ = ["Diagnosis", "diagnose"]
+
+SERVER_STEPS = (1.0, 1.5, 2.0)  # tried with every number of local steps
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The result of `diagnose`: constants at ``rounds``, probes, advice, and the advised settings as ``key=value``."""
+
+    settings: Settings
+    rounds: tuple[int, ...]
+    points: tuple[Constants, ...]
+    probes: tuple[Probe, ...]
+    advice: Advice
+    changes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "settings": self.settings._asdict(),
+            "rounds": list(self.rounds),
+            "constants": [c.as_dict() for c in self.points],
+            "probes": [{"steps": p.steps, "fell": {str(k): v for k, v in p.fell.items()}} for p in self.probes],
+            "advice": self.advice.as_dict(),
+            "changes": list(self.changes),
+        }
+
+
+def diagnose(
+    config: Config,
+    *,
+    rounds: int = 20,
+    points: int = 3,
+    clients: int | None = None,
+    probe_steps: Sequence[int] = (1, 2, 4, 8, 16, 32),
+    seed: int | None = None,
+) -> Diagnosis:
+    """Run ``config`` for a few rounds, estimate the constants at ``points`` rounds of it, try single rounds, advise.
+
+    clients: sampled for the constants; default 50, or 10 for models of more than 20,000 parameters.
+    probe_steps: numbers of local steps to try for one round each; an empty sequence tries none.
+
+    >>> from fedbraid.experiment.config import load_config
+    >>> tiny = load_config(settings=["data.clients=4", "model.hidden=[4]", "cohort=2"])
+    >>> found = diagnose(tiny, rounds=1, points=1, clients=2, probe_steps=())
+    >>> found.changes[0].startswith("algorithm.client_lr=")
+    True
+    """
+    for name, value in (("rounds", rounds), ("points", points), ("clients", clients)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if seed is not None:
+        config = config.model_copy(update={"seed": seed})
+    made = build(config)
+    settings = _settings(config, made.data.train)
+    weighting = _option(config, "weighting", "examples")
+    loss = _evaluation_loss(made)
+    if clients is None:
+        clients = 50 if sum(leaf.size for leaf in jax.tree.leaves(made.params)) <= 20_000 else 10
+    at = sorted({round(i * rounds / max(points - 1, 1)) for i in range(points)}) if points > 1 else [rounds]
+    found, params = [], made.params
+    for done in at:
+        if done > 0:
+            params = simulate(
+                made.algorithm, made.params, made.data.train, rounds=done, cohort=settings.cohort, seed=config.seed
+            ).params
+        found.append(
+            estimate(
+                loss,
+                params,
+                made.data.train,
+                clients=clients,
+                batch_size=settings.batch_size,
+                weighting=weighting,
+                seed=config.seed,
+            )
+        )
+    probes: tuple[Probe, ...] = ()
+    if probe_steps and settings.client_lr is not None:
+        safe = round_down(1.0 / (envelope(found).L_client_max.value + settings.alpha))
+        probes = _probe(made, params, settings, safe, probe_steps, weighting)
+    advice = advise(found, settings, probes)
+    return Diagnosis(settings, tuple(at), tuple(found), probes, advice, _changes(config, advice))
+
+
+def _changes(config: Config, advice: Advice) -> tuple[str, ...]:
+    """The advised settings that this algorithm has, in the form of ``--set``."""
+    takes = options_of(algorithms.ALGORITHMS[config.algorithm.name])
+    return tuple(f"algorithm.{k}={v:g}" for k, v in advice.settings.items() if k in takes)
+
+
+def _option(config: Config, name: str, default: Any) -> Any:
+    """An option of the algorithm: configured, else the default of its factory, else ``default``."""
+    options = {**options_of(algorithms.ALGORITHMS[config.algorithm.name]), **config.algorithm.options}
+    value = options.get(name, default)
+    return default if value is None or value is getattr(type(value), "empty", object()) else value
+
+
+def _settings(config: Config, split: Split) -> Settings:
+    cohort = split.num_clients if config.cohort == "all" else config.cohort
+    given = {k: config.algorithm.options[k] for k in ("epochs", "steps", "batch_size") if k in config.algorithm.options}
+    client_lr, alpha = _option(config, "client_lr", None), _option(config, "alpha", 0.0)
+    steps = float(np.mean([batches_of(**given).count(int(n)) for n in split.sizes])) if client_lr is not None else 1.0
+    return Settings(
+        config.algorithm.name,
+        None if client_lr is None else float(client_lr),
+        steps,
+        int(cohort),
+        split.num_clients,
+        config.rounds,
+        given.get("batch_size", 20),
+        float(_option(config, "server_lr", 1.0)),
+        float(alpha) if isinstance(alpha, int | float) else 0.0,
+    )
+
+
+def _evaluation_loss(made: Experiment) -> Any:
+    """The model's loss without dropout or augmentation; the constants are those of this function."""
+    prepare = made.data.preprocess
+    if prepare is None:
+        return lambda params, batch, key: made.model.loss(params, batch, None)
+    return lambda params, batch, key: made.model.loss(params, prepare(batch, None, False), None)
+
+
+def _probe(
+    made: Experiment, params: Any, settings: Settings, client_lr: float, steps: Sequence[int], weighting: Any
+) -> tuple[Probe, ...]:
+    """One round of FedAvg from ``params`` with each number of local steps; mean over two cohorts."""
+    split = made.data.train
+    rng = np.random.default_rng(0)
+    some = np.sort(rng.choice(split.num_clients, min(40, split.num_clients), replace=False))
+    seen = Split.from_clients([{k: a[:200] for k, a in split.client(int(i)).items()} for i in some])
+    scores = evaluator(made.metrics, replace(seen, preprocess=split.preprocess))
+
+    def mean_loss(x: Any) -> float:
+        sums = np.asarray(scores(x)["loss"])
+        return float(sums[0].sum() / sums[1].sum()) if weighting == "examples" else float(np.mean(sums[0] / sums[1]))
+
+    before, found = mean_loss(params), []
+    for K in steps:
+        local = {"steps": K, "batch_size": settings.batch_size, "weighting": weighting}
+        method = algorithms.fedavg(made.loss, client_lr=client_lr, **local)
+        fell = dict.fromkeys(SERVER_STEPS, 0.0)
+        for seed in (101, 102):
+            after = simulate(method, params, split, rounds=1, cohort=settings.cohort, seed=seed).params
+            for s in SERVER_STEPS:
+                moved = jax.tree.map(lambda x, y, s=s: x + s * (y - x), params, after)
+                value = mean_loss(moved)
+                fell[s] += (before - value) / 2 if math.isfinite(value) else -math.inf
+        found.append(Probe(int(K), fell))
+    return tuple(found)
