@@ -10,8 +10,10 @@ from typer.testing import CliRunner
 from fedbraid import algorithms, cost
 from fedbraid.cli.app import make_app
 from fedbraid.experiment import ConfigError, load_config, run_config
-from fedbraid.experiment.compare import cohorts_of, load_comparison, reopen_comparison, run_comparison
-from fedbraid.experiment.report import collect, page_data
+from fedbraid.experiment.collect import collect
+from fedbraid.experiment.compare import run_comparison
+from fedbraid.experiment.comparison import cohorts_of, load_comparison, reopen_comparison
+from fedbraid.experiment.pagedata import page_data
 from fedbraid.experiment.runfolder import read_clients, read_metrics
 from fedbraid.experiment.trials import read_trials
 
@@ -127,7 +129,7 @@ def test_the_table_is_what_the_run_folders_hold(compared):
     assert row["deviation"] == pytest.approx(np.std(scores, ddof=1))
     assert row["rounds_to_target"] == np.mean(rounds)
     assert row["bytes_to_target"] == np.mean(sent)
-    assert row["clients"]["p10"] == pytest.approx(np.mean(tenth))
+    assert row["clients"]["worst_tenth"] == pytest.approx(np.mean(tenth))
     assert row["clients"]["worst"] == pytest.approx(np.mean(worst))
     assert summary["tuned_on"] == "25% of every client's training examples, seed 1000"
 

@@ -13,11 +13,17 @@ from typer.testing import CliRunner
 from fedbraid import algorithms, transforms
 from fedbraid.cli.app import make_app
 from fedbraid.experiment import ConfigError, load_config, runfolder
+from fedbraid.experiment.citations import citation
+from fedbraid.experiment.collect import collect
 from fedbraid.experiment.config import dump
-from fedbraid.experiment.figures import tuning_plot
-from fedbraid.experiment.report import citation, collect, config_difference, page_data, write_report
-from fedbraid.experiment.sweep import Tuning, write_sweep
+from fedbraid.experiment.differences import config_difference
+from fedbraid.experiment.lab import SweepSettings
+from fedbraid.experiment.pagedata import page_data
+from fedbraid.experiment.report import write_report
+from fedbraid.experiment.summary import summarize_run
+from fedbraid.experiment.sweep import write_sweep
 from fedbraid.experiment.trials import write_trials
+from fedbraid.experiment.tuningplot import tuning_plot
 
 RATE, SERVER = "algorithm.client_lr", "algorithm.server_lr"
 ROUNDS = 40
@@ -42,9 +48,7 @@ def a_run(folder, *settings, seed=0, rate=0.1, finished=True):
     table = runfolder.columns(history, evaluations, ROUNDS) | {"seconds": 0.5 * rounds}
     runfolder.write_metrics(folder, table)
     runfolder.write_clients(folder, {"test_accuracy": np.array([0.5, np.nan, 0.9, 0.1])})
-    final = {name: float(column[-1]) for name, column in evaluations.items() if name != "round"}
-    summary = {"algorithm": config.algorithm.name, "finished": finished, "rounds": ROUNDS, "seconds": 20.0}
-    runfolder.write_summary(folder, summary | {"final": final, "bytes": {"down": 500 * ROUNDS, "up": 300 * ROUNDS}})
+    runfolder.write_summary(folder, summarize_run(config, table, evaluations, seconds=20.0, finished=finished))
     return folder
 
 
@@ -65,7 +69,7 @@ TRIALS = [
 def a_sweep(folder):
     folder.mkdir()
     keys = {RATE: [0.1, 1.0], SERVER: [1.0, 3.0]}
-    write_sweep(folder / "sweep.toml", load_config(), Tuning(over=keys))
+    write_sweep(folder / "sweep.toml", load_config(), SweepSettings(over=keys))
     write_trials(folder / "trials.parquet", TRIALS, {"version": "0.1.0"})
     summary = {"kind": "sweep", "algorithm": "fedavg", "keys": list(keys), "best": {RATE: 0.1, SERVER: 3.0}}
     (folder / "summary.json").write_text(json.dumps(summary | {"criterion": "highest validation_accuracy"}))
@@ -228,7 +232,7 @@ def test_every_plot_is_there_as_png_and_pdf(page):
 
 
 def test_long_curves_are_thinned_by_means(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedbraid.experiment.report.MOST_POINTS", 10)
+    monkeypatch.setattr("fedbraid.experiment.pagedata.MOST_POINTS", 10)
     found = collect([a_run(tmp_path / "long")])
     line = page_data(found)["curves"]["train/loss"]["series"][0]["axes"]["rounds"]
     values = np.exp(-0.1 * np.arange(1, ROUNDS + 1)).reshape(10, 4)
@@ -295,7 +299,7 @@ def test_runs_go_to_tensorboard(folders, tmp_path):
 
     from fedbraid.experiment.track import send
 
-    send(collect(folders[:2]).entries, f"tensorboard:{tmp_path}")
+    send(collect(folders[:2]).runs, f"tensorboard:{tmp_path}")
     (file,) = (tmp_path / "slow-seed-1").iterdir()
     record, found, at = file.read_bytes(), {}, 0
     while at < len(record):  # length of 8 bytes, its check of 4, the event, its check of 4
@@ -314,7 +318,7 @@ def test_runs_go_to_mlflow(folders, tmp_path, monkeypatch):
     from fedbraid.experiment.track import send
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    send(collect(folders[:1]).entries, f"mlflow:{tmp_path.as_uri()}")
+    send(collect(folders[:1]).runs, f"mlflow:{tmp_path.as_uri()}")
     client = MlflowClient(tracking_uri=tmp_path.as_uri())
     (run,) = client.search_runs([client.get_experiment_by_name("fedbraid").experiment_id])
     assert run.data.params["algorithm.client_lr"] == "0.1"
@@ -328,7 +332,7 @@ def test_other_sinks_are_refused(folders):
 
     for sink in ("wandb:x", "tensorboard", "mlflow:"):
         with pytest.raises(ConfigError, match="tensorboard:FOLDER or mlflow:URI"):
-            send(collect(folders[:1]).entries, sink)
+            send(collect(folders[:1]).runs, sink)
 
 
 # --- in a browser ----------------------------------------------------------------------------------------------------

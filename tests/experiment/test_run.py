@@ -20,7 +20,7 @@ from fedbraid.algorithms import ALGORITHMS
 from fedbraid.cli.app import make_app
 from fedbraid.data.catalog import CATALOG
 from fedbraid.experiment import ConfigError, build, load_config
-from fedbraid.experiment.compare import load_comparison
+from fedbraid.experiment.comparison import load_comparison
 from fedbraid.experiment.config import dump
 from fedbraid.experiment.runfolder import read_metrics
 from fedbraid.transforms import TRANSFORMS, attack, mark

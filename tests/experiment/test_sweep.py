@@ -11,13 +11,17 @@ from typer.testing import CliRunner
 from fedbraid import simulate
 from fedbraid.cli.app import make_app
 from fedbraid.data.federated import FederatedData, Split
-from fedbraid.experiment import ConfigError, build, load_config, many, search, sweep
+from fedbraid.experiment import ConfigError, build, lab, load_config, many, search, sweep
+from fedbraid.experiment.lab import Lab, SweepSettings, hold_out_validation
 from fedbraid.experiment.many import Together, traceable, with_values
-from fedbraid.experiment.sweep import Lab, Tuning, hold_out_validation, run_sweep, tune
+from fedbraid.experiment.sweep import run_sweep
 from fedbraid.experiment.trials import Criterion, Trials, best_point, read_trials
+from fedbraid.experiment.tuning import tune
+from fedbraid.metric import Metric
 from fedbraid.simulation.feed import Feed
 
 RATE = "algorithm.client_lr"
+ACCURACY, LOSS = Metric("validation_accuracy", "higher"), Metric("validation_loss", "lower")
 SMALL = ("rounds=6", "cohort=4", "model.name=softmax_regression", "data.clients=8", "evaluation.every=2")
 NAN = 1e38  # a rate whose first step overflows
 
@@ -133,19 +137,19 @@ def rows(*scores, reached=None, status="finished", rounds=100):
 
 
 def test_the_best_point_is_best_on_the_mean_over_seeds_and_never_diverged():
-    found = best_point(rows([0.5, 0.9], [0.75, 0.75], [0.99, None]), ["x"], Criterion("validation_accuracy"), 100)
+    found = best_point(rows([0.5, 0.9], [0.75, 0.75], [0.99, None]), ["x"], Criterion(ACCURACY), 100)
     assert found["best"] == {"x": 1}
     assert found["score"] == pytest.approx(0.75)
-    lowest = best_point(rows([0.5, 0.9], [0.75, 0.75]), ["x"], Criterion("validation_loss"), 100)
+    lowest = best_point(rows([0.5, 0.9], [0.75, 0.75]), ["x"], Criterion(LOSS), 100)
     assert lowest["best"] == {"x": 0}
     assert lowest["deviation"] == pytest.approx(np.std([0.5, 0.9], ddof=1))
-    assert best_point(rows([None]), ["x"], Criterion("validation_accuracy"), 100)["best"] is None
+    assert best_point(rows([None]), ["x"], Criterion(ACCURACY), 100)["best"] is None
     stopped = rows([0.9], status="stopped", rounds=30) + [row | {"point": 7, "x": 7} for row in rows([0.1])]
-    assert best_point(stopped, ["x"], Criterion("validation_accuracy"), 100)["best"] == {"x": 7}
+    assert best_point(stopped, ["x"], Criterion(ACCURACY), 100)["best"] == {"x": 7}
 
 
 def test_with_a_target_the_fastest_is_best_and_the_nearest_misses_come_last():
-    criterion = Criterion("validation_accuracy", 100, target=0.8)
+    criterion = Criterion(ACCURACY, 100, target=0.8)
     found = best_point(rows([0.81], [0.99], [0.79], [0.2], reached=[40, 60, None, None]), ["x"], criterion, 100)
     assert found["best"] == {"x": 0}
     assert found["rounds_to_target"] == 40
@@ -298,7 +302,7 @@ def same(row, other):
 def swept(tmp_path_factory):
     """Three rates, of which one diverges, times two numbers of epochs, at two seeds."""
     out = tmp_path_factory.mktemp("swept") / "sweep"
-    tuning = Tuning(over={RATE: [0.03, 0.3, NAN], "algorithm.epochs": [1, 2]}, seeds=2, last=4)
+    tuning = SweepSettings(over={RATE: [0.03, 0.3, NAN], "algorithm.epochs": [1, 2]}, seeds=2, last=4)
     return run_sweep(small(), tuning, out), out, tuning
 
 
@@ -347,7 +351,7 @@ def test_the_test_set_plays_no_part(swept, monkeypatch):
     data = build(small()).data
     poisoned = {name: np.zeros_like(a) for name, a in data.test.arrays.items()}
     monkeypatch.setattr(
-        sweep,
+        lab,
         "load_named",
         lambda config: FederatedData(
             data.train, Split(poisoned, data.test.offsets), data.name, data.info, data.preprocess
@@ -393,7 +397,7 @@ def test_chunks_do_not_change_the_trials(swept):
 
 
 def test_halving_stops_the_worse_and_can_go_on(tmp_path):
-    tuning = Tuning(over={RATE: [1e-6, 0.03, 0.3, NAN]}, halving=2, last=2)
+    tuning = SweepSettings(over={RATE: [1e-6, 0.03, 0.3, NAN]}, halving=2, last=2)
     config = small("rounds=8")
     file = Trials(tmp_path / "trials.parquet")
     found = tune(Lab(config, tuning), file)
@@ -414,7 +418,7 @@ def test_halving_stops_the_worse_and_can_go_on(tmp_path):
 
 def test_adaptive_search_runs_in_batches_and_goes_on(tmp_path):
     pytest.importorskip("optuna")
-    tuning = Tuning(over={RATE: "loguniform(1e-3, 1)"}, search="adaptive", trials=4, batch=2)
+    tuning = SweepSettings(over={RATE: "loguniform(1e-3, 1)"}, search="adaptive", trials=4, batch=2)
     file = Trials(tmp_path / "a.parquet")
     tune(Lab(small("rounds=2"), tuning), file)
     assert [row["together"] for row in file.rows] == [2, 2, 2, 2]
@@ -450,7 +454,7 @@ def test_adaptive_search_runs_in_batches_and_goes_on(tmp_path):
 )
 def test_bad_sweeps_are_refused_before_anything_runs(over, more, words, tmp_path):
     with pytest.raises(ValueError) as error:
-        run_sweep(small(), Tuning(over=over, **more), tmp_path / "out")
+        run_sweep(small(), SweepSettings(over=over, **more), tmp_path / "out")
     assert all(word in str(error.value) for word in words), str(error.value)
     assert not (tmp_path / "out").exists()
 
@@ -497,7 +501,7 @@ def test_the_command_sweeps_and_says_what_to_do_next(tmp_path):
 
 
 def test_a_sweep_over_the_share_of_liars_marks_as_many():
-    lab = Lab(small("attack.factor=3"), Tuning(over={"attack.share": "0.25,0.5"}))
+    made = Lab(small("attack.factor=3"), SweepSettings(over={"attack.share": "0.25,0.5"}))
     for share, liars in ((0.25, 2), (0.5, 4)):
-        train = lab.data_of(small("attack.factor=3", f"attack.share={share}")).train
+        train = made.data_of(small("attack.factor=3", f"attack.share={share}")).train
         assert sum(train.client(c)["byzantine"].any() for c in range(8)) == liars

@@ -143,7 +143,7 @@ def test_fedavg_with_tls_registered_nodes_and_bad_replies(rehearse, tmp_path):
     assert not refused.alive
     assert "Failed to activate SuperNode" in Path(refused.log).read_text()
     summary = read_summary(tmp_path / "run")
-    assert {k: v for k, v in summary["engine"]["counts"].items() if v} == {
+    assert {k: v for k, v in summary.engine["counts"].items() if v} == {
         "nonfinite": 1,
         "malformed": 1,
         "oversized": 1,
@@ -200,8 +200,8 @@ def test_mime_two_phase_and_scaffold_survive_kills_of_a_node_and_of_the_server(r
     assert again.wait(timeout=180) == 0, log.read_text()
     assert "round 4/4" in log.read_text()
     summary = read_summary(out)
-    assert summary["finished"]
-    assert summary["rounds"] == 4
+    assert summary.finished
+    assert summary.rounds == 4
     arrived = read_metrics(out)["train/arrived"].tolist()
     assert arrived[:2] == [3, 2]
     assert arrived[3] == 3  # the node that was killed is back

@@ -14,6 +14,7 @@ from fedbraid.data.catalog import load as load_data
 from fedbraid.data.federated import FederatedData
 from fedbraid.data.store import is_store
 from fedbraid.experiment.config import Config, ConfigError, Named, options_of, unknown
+from fedbraid.metric import Metrics, as_metrics
 from fedbraid.models import MODELS, Model
 from fedbraid.models import build as build_model
 from fedbraid.simulation import arrival
@@ -29,7 +30,7 @@ class Experiment(NamedTuple):
     model: Model
     params: Any
     loss: Callable  # the model's, after the data's preprocessing
-    metrics: Callable
+    metrics: Metrics
     algorithm: Algorithm
     arrival: Callable
 
@@ -65,12 +66,12 @@ def assemble(config: Config, data: FederatedData) -> Experiment:
         config.model,
         lambda **options: build_model(config.model.name, data.shapes, data.info.get("classes"), **options),
     )
-    loss, metrics = model.loss, model.metrics
+    loss, metrics = model.loss, as_metrics(model.metrics)
     outputs: Callable = lambda params, batch: model.predict(params, batch["x"])  # noqa: E731
     if data.preprocess is not None:
         prepare = data.preprocess
         loss = lambda params, batch, key: model.loss(params, prepare(batch, key, True), key)  # noqa: E731
-        metrics = lambda params, batch: model.metrics(params, prepare(batch, None, False))  # noqa: E731
+        metrics = metrics.through(lambda f: lambda params, batch: f(params, prepare(batch, None, False)))
         outputs = lambda params, batch: model.predict(params, prepare(batch, None, False)["x"])  # noqa: E731
     params = model.init(address.init_key(config.seed))
     context = {"loss": loss, "outputs": outputs, "data": data.train, "population": population, "params": params}

@@ -31,6 +31,7 @@ from fedbraid.data.federated import FederatedData, Split
 from fedbraid.experiment.assembly import Experiment, assemble
 from fedbraid.experiment.config import Config, ConfigError, parse
 from fedbraid.local import MASK
+from fedbraid.metric import declared_by, is_client_column
 from fedbraid.simulation.devices import client_mesh, free_memory, replicated, sharded
 from fedbraid.simulation.engine import make_engine
 from fedbraid.simulation.evaluate import client_values, in_batches, score, summarize
@@ -279,7 +280,7 @@ class Together:
             row, clients = {}, {}
             if test is not None:
                 scores = score(experiment.metrics, params, *test, clients=self.clients)
-                row = summarize(scores, self.prefix)
+                row = summarize(scores, self.prefix, declared_by(experiment.metrics))
                 clients = {self.prefix + name: client_values(sums) for name, sums in scores.items()}
             return row, clients, finite(params)
 
@@ -422,7 +423,7 @@ class Together:
             stuck |= ((refused > 0) & (arrived == 0)).any(1)
         evaluations = {name: np.stack([np.asarray(look.row[name]) for look in looks], 1) for name in looks[0].row}
         # statistics over clients are nan where no client has examples, which is no fault of the model
-        pooled = [column for name, column in evaluations.items() if "_client_" not in name]
+        pooled = [column for name, column in evaluations.items() if not is_client_column(name)]
         return Outcome(
             looks[-1].round,
             history,

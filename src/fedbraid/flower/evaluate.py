@@ -6,7 +6,7 @@ what the nodes send: on the same data and model, a deployed run has the columns 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from fedbraid.data.federated import Split
 from fedbraid.flower.identity import Schema, check_data, shapes_of
 from fedbraid.flower.rows import padded
 from fedbraid.lowering.rewrite import fast_convolutions
+from fedbraid.metric import Metric, as_metrics
 from fedbraid.simulation.evaluate import client_values, in_batches, score, summarize
 
 __all__ = [
@@ -68,7 +69,7 @@ def batches_of(arrays: Mapping[str, Any], rows: int, room: int) -> tuple[dict[st
 
 def sums_program(metrics: Callable) -> Callable[[PyTree, dict[str, Any], Any], dict[str, Any]]:
     """(params, *batches_of) -> the sums of the first client: all that leaves a node."""
-    fast = fast_convolutions(metrics)
+    fast = as_metrics(metrics).through(fast_convolutions)
 
     def sums(params: PyTree, batches: dict[str, Any], owners: Any) -> dict[str, Any]:
         return {name: both[:, 0] for name, both in score(fast, params, batches, owners, clients=2).items()}
@@ -101,9 +102,10 @@ def _stacked(found: Mapping[int, Sums], population: int) -> dict[str, Any]:
     return out
 
 
-def summary(found: Mapping[int, Sums], population: int) -> dict[str, float]:
+def summary(found: Mapping[int, Sums], population: int, declared: Sequence[Metric] = ()) -> dict[str, float]:
     """The simulator's columns: every metric over all examples, and how it is spread over the clients."""
-    return {name: float(value) for name, value in summarize(_stacked(found, population)).items()}
+    row = summarize(_stacked(found, population), declared=declared)
+    return {name: float(value) for name, value in row.items()}
 
 
 def scores_by_client(found: Mapping[int, Sums], population: int) -> dict[str, np.ndarray]:

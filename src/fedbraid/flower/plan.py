@@ -32,9 +32,10 @@ from fedbraid.flower.identity import Schema, schema_of
 from fedbraid.flower.policy import Policy
 from fedbraid.flower.record import open_folder, write_run
 from fedbraid.flower.server import serve
+from fedbraid.metric import Metrics, as_metrics, is_client_column
 from fedbraid.models import Model
 from fedbraid.models import build as build_model
-from fedbraid.simulation.evaluate import client_values, evaluator, summarize
+from fedbraid.simulation.evaluate import Evaluator, client_values, evaluator
 
 __all__ = ["Plan", "describe", "load_plan", "plan_server_app", "testers"]
 
@@ -115,8 +116,10 @@ class Plan:
     def loss(self, params: PyTree, batch: Mapping[str, Any], key: Any) -> Any:
         return self.model.loss(params, self._prepare(batch, key, True), key)
 
-    def metrics(self, params: PyTree, batch: Mapping[str, Any]) -> Any:
-        return self.model.metrics(params, self._prepare(batch, None, False))
+    @cached_property
+    def metrics(self) -> Metrics:
+        prepared = lambda f: lambda params, batch: f(params, self._prepare(batch, None, False))  # noqa: E731
+        return as_metrics(self.model.metrics).through(prepared)
 
     @cached_property
     def shapes(self) -> PyTree:
@@ -192,11 +195,11 @@ def _say(text: str) -> None:
     print(*(TAG + line for line in text.splitlines()), sep="\n", flush=True)
 
 
-def _on_server(score: Callable[[PyTree], dict[str, Any]], params: PyTree, *, among: bool) -> dict[str, Any]:
+def _on_server(score: Evaluator, params: PyTree, *, among: bool) -> dict[str, Any]:
     """Scores on the server's own test split. Where clients evaluate too, among theirs: under names of its own."""
     if not among:
-        return summarize(score(params))
-    return {name: value for name, value in summarize(score(params), "server_").items() if "_client_" not in name}
+        return score.summary(params)
+    return {name: value for name, value in score.summary(params, "server_").items() if not is_client_column(name)}
 
 
 def plan_server_app(plan: Plan) -> ServerApp:
@@ -238,7 +241,9 @@ def plan_server_app(plan: Plan) -> ServerApp:
         clients = served.clients
         if score and not plan.evaluate_clients:
             clients = {f"test_{name}": client_values(sums) for name, sums in score(served.params).items()}
-        summary = write_run(out, config, served, finished=served.rounds == rounds, clients=clients)
-        _say(f"done: {summary['rounds']} rounds in {summary['seconds']:.1f} s, written to {out}")
+        summary = write_run(
+            out, config, served, finished=served.rounds == rounds, clients=clients, declared=plan.metrics.declared
+        )
+        _say(f"done: {summary.rounds} rounds in {summary.seconds:.1f} s, written to {out}")
 
     return app

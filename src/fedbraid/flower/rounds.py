@@ -28,7 +28,9 @@ from fedbraid.flower.post import Letter, Post, Reply
 from fedbraid.flower.roster import Roster, Terms
 from fedbraid.flower.states import INIT
 from fedbraid.flower.wire import Answer, Order, Question, Refusal, Tested, content, read_plain
+from fedbraid.metric import Metric, is_client_column
 from fedbraid.simulation import checkpoint
+from fedbraid.units import format_bytes
 
 __all__ = ["Round", "Rounds"]
 
@@ -59,22 +61,15 @@ class Round(NamedTuple):
         """One line for the terminal: nodes answered of those asked, bytes, metrics."""
         tested = {name: self.row.get(f"{wire.EVALUATE}/{name}", 0.0) for name in ("asked", "tested")}
         sent = {way: self.total(f"wire_{way}") + self.row.get(f"{wire.EVALUATE}/wire_{way}", 0.0) for way in WAYS}
+        down, up = (format_bytes(sent[way]) for way in WAYS)
         evaluation = f"  tested {tested['tested']:g}/{tested['asked']:g}" if tested["asked"] else ""
-        shown = {k: v for k, v in self.evaluation.items() if "_client_" not in k}
+        shown = {k: v for k, v in self.evaluation.items() if not is_client_column(k)}
         shown = shown or {k: v for k, v in self.row.items() if k.split("/")[-1] == "loss"}
         scores = "".join(f"  {name} {value:.4g}" for name, value in list(shown.items())[:3])
         return (
             f"round {self.round}/{self.rounds}  nodes {self.total('arrived'):g}/{self.total('asked'):g}  "
-            f"down {_bytes(sent['down'])}  up {_bytes(sent['up'])}{evaluation}{scores}  {self.seconds:.1f} s"
+            f"down {down}  up {up}{evaluation}{scores}  {self.seconds:.1f} s"
         )
-
-
-def _bytes(n: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if n < 1000:
-            return f"{n:.3g} {unit}"
-        n /= 1000
-    return f"{n:.3g} GB"
 
 
 class _Asked(NamedTuple):
@@ -143,6 +138,7 @@ class Rounds:
         self.restarted = False  # all started anew since the last round
         self.durable_first = INIT  # and the name of the clients' first states then
         self.attempt = secrets.token_hex(3)  # a round done again after a restart must not be taken for the first try
+        self.declared: tuple[Metric, ...] = ()  # by the metrics that clients evaluate
         self.sums: Layout | None = None  # of what clients answer when they evaluate
         self.testers = 0  # how many are asked to
 
@@ -304,7 +300,7 @@ class Rounds:
             return "failed", reply.error
         wanted = asked.wanted.nbytes
         if (size := wire.bounded_bytes(message, wanted + SLACK)) > wanted + SLACK:
-            return "oversized", f"it sent {_bytes(size)}, an answer here has {_bytes(wanted)}"
+            return "oversized", f"it sent {format_bytes(size)}, an answer here has {format_bytes(wanted)}"
         asked.tally["up"] += size
         try:
             if wire.is_refusal(message):
@@ -522,7 +518,7 @@ class Rounds:
                 f"nobody evaluated the model: of {len(cohort)} clients {columns['untested']} have no test data"
             )
         told = told._replace(row=row, seconds=row["seconds"], notes=tuple(notes))
-        return told, summary(self.tested, population)
+        return told, summary(self.tested, population, self.declared)
 
 
 def _strong(tree: PyTree) -> PyTree:

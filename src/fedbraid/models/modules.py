@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from fedbraid.lowering.rewrite import fast_convolutions
+from fedbraid.metric import as_metrics
 from fedbraid.models.model import SCORES, Array, Batch, Model, PyTree, mask_of, supervised
 
 Score = Callable[[Array, Array, Array], Mapping[str, tuple[Array, Array]]]
@@ -26,6 +27,7 @@ def from_functions(
         init: (key) -> params.
         loss: (params, batch, key) -> scalar; it must take ``batch["mask"]`` into account itself.
         metrics: (params, batch) -> {name: (sums [B], weights [B])}; without it the only metric is the batch's loss.
+            A `fedbraid.Metrics` declares names that are not well known.
         predict: (params, x) -> outputs.
 
     >>> import jax, jax.numpy as jnp
@@ -48,7 +50,7 @@ def from_functions(
     return Model(
         init,
         fast_loss,
-        fast_convolutions(metrics) if metrics else loss_alone,
+        as_metrics(metrics).through(fast_convolutions) if metrics else loss_alone,
         fast_convolutions(predict) if predict else no_predict,
     )
 
@@ -62,7 +64,8 @@ def from_equinox(module: Any, *, score: str | Score = "classes", batched: bool =
     Args:
         module: the module, or (key) -> module. A finished module starts where it is, whatever the seed.
         score: ``"classes"`` (cross entropy, accuracy), ``"values"`` (squared error), ``"tokens"`` (sequences, 0 is
-            padding), or (outputs, y, mask) -> {name: (sums [B], weights [B])} with a metric ``"loss"``.
+            padding), or (outputs, y, mask) -> {name: (sums [B], weights [B])} with a metric ``"loss"``, as a
+            `fedbraid.Metrics` if other names are not well known.
         batched: the module takes a whole batch; by default it takes one example and is mapped over the batch.
 
     >>> import equinox as eqx, jax

@@ -2,7 +2,7 @@
 
 from fedbraid.simulation.arrival import bernoulli, deadline, everyone
 from fedbraid.simulation.devices import use_cores
-from fedbraid.simulation.evaluate import evaluator, summarize
+from fedbraid.simulation.evaluate import Evaluator, evaluator, metrics_of, summarize
 from fedbraid.simulation.fine_tuning import adaptation, compare_adapted
 from fedbraid.simulation.run import Checkpoints, Progress, Result, simulate
 from fedbraid.simulation.shadow import ShadowTrace, draw_shadow, trace_shadow
@@ -10,6 +10,7 @@ from fedbraid.simulation.states import HostStates
 
 __all__ = [
     "Checkpoints",
+    "Evaluator",
     "HostStates",
     "Progress",
     "Result",
@@ -21,6 +22,7 @@ __all__ = [
     "draw_shadow",
     "evaluator",
     "everyone",
+    "metrics_of",
     "simulate",
     "summarize",
     "trace_shadow",

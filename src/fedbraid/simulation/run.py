@@ -23,12 +23,13 @@ from fedbraid.lowering.convolutions import CONVOLUTIONS, Convolutions
 from fedbraid.lowering.grown import MATRICES, Matrices
 from fedbraid.lowering.precision import PRECISIONS, Precision
 from fedbraid.lowering.rewrite import fast_convolutions
+from fedbraid.metric import as_metrics
 from fedbraid.notices import notice
 from fedbraid.simulation import checkpoint, hosts, tune
 from fedbraid.simulation.arrival import Arrival, everyone
 from fedbraid.simulation.devices import client_mesh, free_memory, host_memory, place, replicated
 from fedbraid.simulation.engine import Engine, make_engine
-from fedbraid.simulation.evaluate import evaluator, summarize
+from fedbraid.simulation.evaluate import Evaluator, describe_result, evaluator, metrics_of
 from fedbraid.simulation.feed import Feed, Portion
 from fedbraid.simulation.plan import Load, Plan, check_chunk, choose_plan
 from fedbraid.simulation.states import HostStates
@@ -64,7 +65,7 @@ class Progress(NamedTuple):
     data_fields=["params", "server", "states", "history", "evaluations"],
     meta_fields=["info"],
 )
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """A finished run. Under ``jax.vmap`` every array has the mapped axis in front.
 
@@ -77,6 +78,9 @@ class Result:
     history: dict[str, Any]
     evaluations: dict[str, Any]
     info: Info = field(compare=False)
+
+    def __repr__(self) -> str:
+        return describe_result(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +122,7 @@ def simulate(
     """Run ``alg`` for ``rounds`` rounds with ``cohort`` clients each (default: all of them).
 
     metrics: ``(params, batch) -> {name: (sums, weights)}``, evaluated on ``data.test`` every ``eval_every`` rounds
-        (default: at the end only) and after the last.
+        (default: at the end only) and after the last; a `fedbraid.Metrics` where a name is not well known.
     plan, chunk, devices, data_in, states_in: how it is computed; the defaults fit the machine, the results do not
         depend on them (beyond rounding). ``states_in`` may be a folder. Where a device runs out of memory, the chunk
         is halved and the round run again. ``chunk="tuned"`` times candidates on the first rounds, once for a job on a
@@ -155,6 +159,10 @@ def simulate(
     check_choice("convolutions", convolutions, CONVOLUTIONS)
     check_choice("precision", precision, tuple(PRECISIONS))
     check_choice("matrices", matrices, MATRICES)
+    if metrics is not None:
+        if federated.test is None:
+            raise ValueError("metrics were given, but the data has no test split to evaluate them on")
+        metrics_of(metrics, params, federated.test)  # refuses a metric whose direction is unknown
     traffic = cost(alg, params, split)  # checks the structure too, before anything compiles
     if jax.tree.leaves(jax.eval_shape(alg.init_client, params)) and rounds * size < split.num_clients:
         notice(
@@ -210,9 +218,9 @@ def simulate(
             del engines[other]
     run = _Run(alg, feed, program, traffic, rounds, seed, checkpoints, on_progress, tuning)
     if metrics is not None:
-        if federated.test is None:
-            raise ValueError("metrics were given, but the data has no test split to evaluate them on")
-        run.evaluate = evaluator(fast_convolutions(metrics) if convolutions == "fast" else metrics, federated.test)
+        assert federated.test is not None  # checked above
+        fast = as_metrics(metrics).through(fast_convolutions) if convolutions == "fast" else metrics
+        run.evaluate = evaluator(fast, federated.test)
         run.eval_every = rounds if eval_every is None else eval_every
     run.start(params, on_host, folder, saved)
     del saved  # a copy of all states: not for the length of the run
@@ -323,7 +331,7 @@ class _Run:
         self.rounds, self.checkpoints, self.on_progress = rounds, checkpoints, on_progress
         key = jax.random.key(seed)
         self.seed_key = _place(key, feed.mesh) if hosts.several() else key
-        self.evaluate: Callable | None = None
+        self.evaluate: Evaluator | None = None
         self.eval_every: int | None = None
         self.done = 0
         self.logs: list[dict[str, Any]] = []
@@ -511,7 +519,7 @@ class _Run:
         """Evaluate, save and tell, whatever is due after ``self.done`` rounds. True: stop."""
         last = self.done == self.rounds
         if self.evaluate is not None and self.eval_every and (last or self.done % self.eval_every == 0):
-            scores = summarize(self.evaluate(self.alg.params(hosts.local(self.server))))
+            scores = self.evaluate.summary(self.alg.params(hosts.local(self.server)))
             self.evaluations.append({"round": jnp.asarray(self.done)} | scores)
         stop = False
         if self.on_progress is not None:

@@ -23,6 +23,7 @@ from fedbraid import address
 from fedbraid.core import Aggregate, Algorithm, Exchange, Report, check_count, check_structure, reduce_reports
 from fedbraid.costs import data_shapes
 from fedbraid.data.federated import FederatedData, Split
+from fedbraid.drawing import BLACK, BLUE, GREEN, ORANGE, PINK, SKY, YELLOW
 from fedbraid.local import ClientData, Fold, LocalWork
 from fedbraid.simulation.plan import cohorts_of
 
@@ -208,9 +209,9 @@ def _recorder(work: LocalWork, which: int, split: Split, like: Any) -> Callable:
 
 # --- the picture -----------------------------------------------------------------------------------------------------
 
-# Okabe and Ito's colours, told apart by colour-blind readers; black and orange are kept for server and shadow
-CLIENT_COLOURS = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")
-SHADOW_COLOUR, SERVER_COLOUR = "#D55E00", "#000000"
+# black and orange are kept for the server and the shadow
+CLIENT_COLOURS = (BLUE, GREEN, PINK, SKY, YELLOW)
+SHADOW_COLOUR, SERVER_COLOUR = ORANGE, BLACK
 
 
 def draw_shadow(

@@ -206,7 +206,7 @@ const rgb = ([r, g, b]) => `rgb(${r},${g},${b})`;
 function shares(tuning, points) {
   const scores = points.map((p) => p.score).filter(known);
   const low = Math.min(...scores), high = Math.max(...scores);
-  return (score) => (tuning.lower_is_better ? high - score : score - low) / (high - low || 1);
+  return (score) => (tuning.better === "lower" ? high - score : score - low) / (high - low || 1);
 }
 
 function isBest(tuning, values) {
