@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
+from drawn import legend, record
 from fedbraid import simulate
 from fedbraid.cli.app import make_app
 from fedbraid.data.federated import FederatedData, Split
@@ -15,7 +16,7 @@ from fedbraid.experiment import ConfigError, build, lab, load_config, many, sear
 from fedbraid.experiment.lab import Lab, SweepSettings, hold_out_validation
 from fedbraid.experiment.many import Together, traceable, with_values
 from fedbraid.experiment.sweep import run_sweep
-from fedbraid.experiment.trials import Criterion, Trials, best_point, read_trials
+from fedbraid.experiment.trials import Criterion, Trials, best_point, judged_by, read_trials
 from fedbraid.experiment.tuning import tune
 from fedbraid.metric import Metric
 from fedbraid.simulation.feed import Feed
@@ -428,6 +429,88 @@ def test_adaptive_search_runs_in_batches_and_goes_on(tmp_path):
     assert [row[RATE] for row in resumed.rows] == [row[RATE] for row in file.rows]
 
 
+# --- directions ------------------------------------------------------------------------------------------------------
+
+OWN_MODEL = """
+import jax.numpy as jnp
+from fedbraid import Metric, Metrics
+from fedbraid.models import softmax_regression
+
+
+def model(declared=True):
+    base = softmax_regression(64, 10)
+
+    def metrics(params, batch):
+        scores = base.metrics(params, {**batch, "x": batch["x"] / 16})
+        losses, weights = scores["loss"]
+        return {"perplexity": (jnp.exp(losses) * weights, weights), "error_free": scores["accuracy"]}
+
+    own = (Metric("error_free", better="higher"),) if declared else ()
+    return base._replace(metrics=Metrics(metrics, own))
+"""
+
+
+@pytest.fixture
+def own_model(tmp_path, monkeypatch):
+    """A user's model that measures a well-known metric and one of its own."""
+    (tmp_path / "own_model.py").write_text(OWN_MODEL)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return ("rounds=4", "cohort=4", "data.clients=8", "evaluation.every=2", "model.name=own_model:model")
+
+
+RATES = [1e-5, 0.1]  # the first hardly learns
+
+
+@pytest.mark.parametrize(
+    ("metric", "better", "best", "word"),
+    [
+        ("perplexity", None, 0.1, "lowest"),
+        ("error_free", None, 0.1, "highest"),
+        ("perplexity", "higher", 1e-5, "highest"),  # whoever asks for it gets it
+    ],
+)
+def test_a_sweep_goes_in_the_direction_of_its_metric(own_model, metric, better, best, word, tmp_path):
+    settings = SweepSettings(over={RATE: RATES}, metric=metric, better=better, last=2)
+    summary = run_sweep(load_config(settings=own_model), settings, tmp_path / "out")
+    scores = {row[RATE]: row["score"] for row in read_trials(tmp_path / "out" / "trials.parquet")}
+    low, high = sorted(RATES, key=scores.__getitem__)
+    assert summary["best"][RATE] == (low if word == "lowest" else high) == best
+    assert summary["criterion"].startswith(f"{word} validation_{metric}")
+    assert summary["better"] == {"lowest": "lower", "highest": "higher"}[word]
+    rows_ = read_trials(tmp_path / "out" / "trials.parquet")
+    assert {row["better"] for row in rows_} == {summary["better"]}  # the file says it itself
+    assert {judged_by(row) for row in rows_} == {Metric(f"validation_{metric}", summary["better"])}
+
+
+def test_halving_keeps_the_points_with_the_lowest_perplexity(own_model):
+    file = Trials(None)
+    settings = SweepSettings(over={RATE: [1e-5, 0.1, 0.05]}, metric="perplexity", halving=3, last=2)
+    tune(Lab(load_config(settings=own_model), settings), file)
+    stopped = [row for row in file.rows if row["status"] == "stopped"]
+    (finished,) = [row for row in file.rows if row["status"] == "finished"]
+    assert len(stopped) == 2
+    early = finished["curve/validation_perplexity"][0]
+    assert all(early < row["curve/validation_perplexity"][-1] for row in stopped)
+
+
+def test_a_metric_without_a_direction_is_refused_before_anything_runs(own_model, tmp_path, monkeypatch):
+    config = load_config(settings=[*own_model, "model.declared=false"])
+    monkeypatch.setattr(lab, "Together", None)  # no program is made
+    for metric in (None, "error_free", "perplexity"):
+        with pytest.raises(ValueError, match=r"metric 'error_free' has no known direction.*Metrics\(function"):
+            run_sweep(config, SweepSettings(over={RATE: RATES}, metric=metric), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    clipped = small("transforms=[{name='clip', bound=1.0}]")
+    with pytest.raises(ConfigError, match=r"metric 'clipped' .*better = \"higher\" or \"lower\" beside metric"):
+        run_sweep(clipped, SweepSettings(over={RATE: RATES}, metric="train/clipped"), tmp_path / "out")
+
+
+def test_trials_of_older_versions_are_judged_by_well_known_names():
+    assert judged_by({"metric": "validation_perplexity"}).better == "lower"
+    with pytest.raises(ValueError, match="error_free"):
+        judged_by({"metric": "validation_error_free"})
+
+
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -479,8 +562,8 @@ def test_trials_of_another_format_are_refused(tmp_path, monkeypatch):
         Trials(file)
 
 
-def test_the_command_sweeps_and_says_what_to_do_next(tmp_path):
-    out = tmp_path / "cli"
+def test_the_command_sweeps_and_says_what_to_do_next(tmp_path, monkeypatch):
+    out, figures = tmp_path / "cli", record(monkeypatch)
     settings = [part for value in (*SMALL, "rounds=2") for part in ("--set", value)]
     over = ["--over", f"{RATE}=logspace(-2,-1,2)"]
     app = make_app()
@@ -488,7 +571,13 @@ def test_the_command_sweeps_and_says_what_to_do_next(tmp_path):
     assert done.exit_code == 0, done.output
     summary = json.loads(done.stdout)
     assert summary["points"] == 2
-    assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    (axis,) = figures[0].axes
+    assert (out / "sweep.png").is_file()
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("client_lr", "validation_accuracy")
+    assert legend(axis) == [f"best: {summary['score']:.4g}"]
+    scores = {row[RATE]: row["score"] for row in read_trials(out / "trials.parquet")}
+    drawn = axis.containers[0].lines[0].get_xydata()
+    np.testing.assert_allclose(drawn, sorted(scores.items()))
     for arguments, word in (
         (["sweep", *settings, *over, "--out", str(out)], "not empty"),
         (["sweep", "--over", "algorithm.client_lr"], "KEY=VALUES"),
