@@ -295,6 +295,11 @@ def test_a_report_reads_the_direction_from_the_folders(own, values, best, tmp_pa
     assert [name for name, cells in marked.items() if heads.index("accuracy") in cells] == ["fast"]
 
 
+def test_runs_that_disagree_on_a_direction_are_told(tmp_path):
+    found = collect([a_run(tmp_path / own, own=own) for own in ("lower", "higher")])
+    assert any("disagree" in notice and "test_rank_error" in notice for notice in found.notices)
+
+
 def test_folders_of_older_versions_are_read_by_well_known_names(tmp_path):
     run = a_run(tmp_path / "run")
     place = run / "summary.json"

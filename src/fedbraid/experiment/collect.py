@@ -56,8 +56,10 @@ class Collection(NamedTuple):
     notices: list[str]
 
     def metric(self, column: str) -> Metric:
-        """The direction of a column, as the first run that has it says."""
-        return next(run for run in self.runs if column in run.table or column in run.clients).summary.metric(column)
+        """The direction of a column, as the first run that has it and records directions says."""
+        having = [run for run in self.runs if column in run.table or column in run.clients]
+        recorded = [run for run in having if run.summary.metrics]
+        return (recorded or having)[0].summary.metric(column)
 
     @property
     def groups(self) -> dict[str, list[ReportedRun]]:
@@ -192,13 +194,16 @@ def _notices(runs: Sequence[ReportedRun], comparisons: Sequence[Mapping[str, Any
     ):
         if len(several(values)) > 1:
             notices.append(f"These runs have different {what}: {', '.join(several(values))}.")
+    for name in dict.fromkeys(name for run in runs for name in run.summary.metrics):
+        if len({run.summary.metrics[name] for run in runs if name in run.summary.metrics}) > 1:
+            notices.append(f"These runs disagree on whether a higher or a lower {name} is better.")
     for summary in comparisons:
         for method in summary["methods"]:
             if method["best"] is None:
                 notices.append(f"{method['label']}: every point of its grid diverged, so it was not run.")
             elif method["at_edge"]:
                 keys = ", ".join(method["at_edge"])
-                notices.append(f"{method['label']} is best at the edge of its grid ({keys}): look beyond.")
+                notices.append(f"{method['label']} is best at the edge of its grid ({keys}): try values beyond.")
     for run in runs:
         if run.summary.diverged:
             notices.append(f"{run.label}, seed {run.config.seed}, diverged.")

@@ -153,7 +153,7 @@ def draw_drift(series: Sequence[Mapping[str, Any]]) -> Any:
             if log:
                 seen[seen <= 0] = np.nan
             axis.plot(steps, seen, lw=1.6, marker="o", ms=2.5, label=one["label"] if t == 0 else None, **style(i))
-    axis.set_xlabel("local steps since the start; every round begins without drift")
+    axis.set_xlabel("local steps since the start; every round starts again at 0")
     axis.set_ylabel("mean squared distance to the shadow")
     if log:
         axis.set_yscale("log")
