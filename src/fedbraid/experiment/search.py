@@ -1,7 +1,7 @@
 """Search spaces: the values that keys may take, and which points to try.
 
-A space is a mapping from keys of a configuration to a `Choice` (finitely many values) or a `Range` (an interval). A grid
-takes choices only; random and adaptive search take both. Adaptive search is optuna's tree-structured Parzen estimator
+A space is a mapping from keys of a configuration to a `Choice` (finitely many values) or a `Range` (an interval). Grids
+take choices only; random and adaptive search take both. Adaptive search is optuna's tree-structured Parzen estimator
 (J. Bergstra et al., Algorithms for Hyper-Parameter Optimization, NIPS 2011), asked for a batch of points at a time
 because a batch is one program. Successive halving (K. Jamieson, A. Talwalkar, Non-stochastic Best Arm Identification
 and Hyperparameter Optimization, AISTATS 2016) can be added to each of them; `rungs` computes its schedule.
@@ -200,9 +200,7 @@ def _ordered(one: Choice) -> bool:
 
 def _distribution(optuna: Any, one: Choice | Range) -> Any:
     made = optuna.distributions
-    if isinstance(
-        one, Choice
-    ):  # numbers are encoded by their place in the sorted list, which keeps their order; names have no order
+    if isinstance(one, Choice):  # numbers keep their order: each is encoded by its place in the sorted list
         places = len(one.values)
         return made.IntDistribution(0, places - 1) if _ordered(one) else made.CategoricalDistribution(range(places))
     if one.kind == "integers":
@@ -238,9 +236,7 @@ def rungs(rounds: int, points: int, eta: int) -> list[tuple[int, int]]:
         kept.append(left)
     marks = [max(1, rounds // eta ** (len(kept) - i)) for i in range(len(kept))]
     ladder: dict[int, int] = {}
-    for mark, go_on in zip(
-        marks, kept, strict=True
-    ):  # with few rounds and many points, rungs at the same round are merged
+    for mark, go_on in zip(marks, kept, strict=True):  # rungs at the same round are merged
         if mark < rounds:
             ladder[mark] = go_on
     return [*ladder.items(), (rounds, 0)]
