@@ -33,14 +33,16 @@ def texts(axis):
 
 
 def check_figure(figure):
-    """Every visible axis has names on both sides and draws finite data inside its limits."""
+    """Every visible axis says what its two sides are, by a label, ticks or a title, and draws finite data."""
     assert figure.axes
     for axis in figure.axes:
         if not axis.axison or axis.get_label() == "<colorbar>":
             continue
-        for side in (axis.xaxis, axis.yaxis):
-            ticks = [tick.get_text() for tick in side.get_ticklabels()]
-            assert side.get_label().get_text() or any(ticks) or axis.get_title(), "an axis without a name"
+        for side, shared in (("x", axis.get_shared_x_axes()), ("y", axis.get_shared_y_axes())):
+            named = [getattr(one, f"get_{side}label")() for one in (axis, *shared.get_siblings(axis))]
+            ticks = [tick.get_text() for tick in getattr(axis, f"get_{side}ticklabels")()]
+            titles = [axis.get_title(loc=where) for where in ("left", "center", "right")]
+            assert any(named) or any(ticks) or any(titles), f"nothing says what {side} is"
         assert drawn_points(axis), f"nothing is drawn in {axis.get_title()!r}"
 
 
