@@ -135,7 +135,7 @@ import sys, time
 began, spent = time.perf_counter(), time.process_time()
 import flwr.supernode.runtime.run_clientapp
 sys.path.insert(0, sys.argv[1])
-from federation.client import PLAN, app
+from federation.client import FEDERATION, app
 import jax.numpy as jnp, jax
 from flwr.app import Context, Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
@@ -144,8 +144,9 @@ from fedbraid.flower.identity import schema_to_json
 from fedbraid.flower.pack import records
 from fedbraid.flower.wire import Order, content
 TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
-params = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), PLAN.shapes)
-order = Order("run", PLAN.fingerprint, schema_to_json(PLAN.schema), 0, 0, 0, 0, "0.0.a", "init", "init", "")
+params = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), FEDERATION.experiment.shapes)
+schema = schema_to_json(FEDERATION.schema)
+order = Order("run", FEDERATION.fingerprint, schema, 0, 0, 0, 0, "0.0.a", "init", "init", "")
 message = Message(content(order, records(Down(params))), 5, "train.train")
 config = {"partition-id": 0, "data": sys.argv[2], "cache-dir": sys.argv[3]}
 ready = time.process_time()

@@ -57,16 +57,16 @@ def rounds(model: str, number: int, repeats: int, devices: int | None) -> dict:
 
     shown = fb.use_cores(devices)
     from fedbraid.experiment import build, load_config
-    from fedbraid.experiment.many import Together
+    from fedbraid.experiment.points import points_program
 
     config = load_config(settings=[*MODELS[model], f"rounds={number}", f"{KEY}=0.1"])
     data = made_up_text() if model == "lstm" else build(config).data
     points = [{KEY: rate} for rate in RATES]
     began = time.perf_counter()
-    one = Together(config, data, [KEY], points=1, seeds=[1], test=data.test)
+    one = points_program(config, data, [KEY], points=1, seeds=[1], test=data.test)
     compiled_one = time.perf_counter() - began
     began = time.perf_counter()
-    nine = Together(config, data, [KEY], points=9, seeds=[1], test=data.test)
+    nine = points_program(config, data, [KEY], points=9, seeds=[1], test=data.test)
     compiled_nine = time.perf_counter() - began
     times: dict[str, list[float]] = {"one": [], "nine": []}
     for _ in range(repeats):

@@ -24,7 +24,6 @@ def known(flags: str) -> list[str]:
 
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's threads wait for each other where workers share the cores
-os.environ["FEDBRAID_CACHE"] = ".pytest_cache/plans"  # not what the user's own runs were tuned to
 if "XLA_FLAGS" not in os.environ:
     os.environ["XLA_FLAGS"] = " ".join(f"--xla_{flag}" for flag in [*FLAGS.split(), *known(CHEAPER)])
 

@@ -90,7 +90,7 @@ def _telling_seed():
 @functools.cache
 def lossy_run(name):
     """Rounds of partial, lossy cohorts in portions of two, on one device; and how often the program was compiled."""
-    programs, portions, make = [], [], run.make_engine
+    programs, portions, make = [], [], run.compile_rounds
 
     def spy(*args, **options):
         programs.append(make(*args, **options))
@@ -98,7 +98,7 @@ def lossy_run(name):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "WINDOW", 2)
-        patch.setattr(run, "make_engine", spy)
+        patch.setattr(run, "compile_rounds", spy)
         alg = ROWS[name].make(**RAGGED)
         result = simulate(
             alg,

@@ -8,7 +8,7 @@ from fedbraid.costs import cost
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.local import Batches, ClientData, local_work, masked_mean
 from fedbraid.metric import Metric, Metrics
-from fedbraid.simulation import simulate, use_cores
+from fedbraid.simulation import EngineOptions, simulate, use_cores
 
 __version__ = "0.1.0"
 
@@ -19,6 +19,7 @@ __all__ = [
     "Batches",
     "ClientData",
     "Down",
+    "EngineOptions",
     "Exchange",
     "FederatedData",
     "Metric",

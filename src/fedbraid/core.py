@@ -25,6 +25,7 @@ __all__ = [
     "Exchange",
     "Reducer",
     "Report",
+    "StaticValueError",
     "StructureError",
     "Up",
     "check_choice",
@@ -200,8 +201,18 @@ def check_number(
     return value
 
 
+class StaticValueError(ValueError):
+    """A traced value in a place whose value must be known before the program is compiled."""
+
+
+def _refuse_tracer(name: str, value: Any) -> None:
+    if is_traced(value):
+        raise StaticValueError(f"{name} decides the program's shape: it cannot be traced, give a plain value")
+
+
 def check_count(name: str, value: Any, *, low: int = 1) -> int:
     """``value`` as an int if it is a whole number of at least ``low``: counts and shapes are static, never traced."""
+    _refuse_tracer(name, value)
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < low:
         raise ValueError(f"{name} must be a whole number of at least {low}, got {value!r}")
     return int(value)
@@ -209,6 +220,7 @@ def check_count(name: str, value: Any, *, low: int = 1) -> int:
 
 def check_choice(name: str, value: Any, allowed: tuple) -> Any:
     """``value`` if it is one of ``allowed``."""
+    _refuse_tracer(name, value)
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
     return value

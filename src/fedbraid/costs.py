@@ -49,14 +49,18 @@ def nbytes(tree: Any) -> int:
 
 
 def data_shapes(data: Any) -> ClientData:
-    """A client's data as shapes, from a federated data set, a split, or a mapping of arrays."""
+    """A client's data as shapes, from a federated data set, a split, or a mapping of arrays.
+
+    Fields have their stored shapes and dtypes; batches taken from them are preprocessed, so that every function of a
+    client sees the shapes that it computes with.
+    """
     split = data.train if isinstance(data, FederatedData) else data
     arrays = split.arrays if isinstance(split, Split) else split
     cap = int(split.sizes.max()) if isinstance(split, Split) else len(next(iter(arrays.values())))
     number = jax.ShapeDtypeStruct((), np.int32)
     canonical = jax.dtypes.canonicalize_dtype
     shapes = {name: jax.ShapeDtypeStruct(a.shape, canonical(a.dtype)) for name, a in arrays.items()}
-    return ClientData(shapes, number, number, cap)
+    return ClientData(shapes, number, number, cap, split.preprocess if isinstance(split, Split) else None)
 
 
 def cost(alg: Algorithm, params: Any, data: Any) -> Cost:

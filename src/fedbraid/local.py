@@ -41,18 +41,20 @@ PyTree = Any
 MASK = "mask"
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["arrays", "offset", "size"], meta_fields=["cap"])
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays", "offset", "size"], meta_fields=["cap", "preprocess"])
 @dataclass(frozen=True)
 class ClientData:
     """One client's examples: rows ``offset`` to ``offset + size`` of flat arrays.
 
-    ``cap`` is a static bound on ``size``; work on all of a client's examples at once is padded to it.
+    cap: a static bound on ``size``; work on all of a client's examples at once is padded to it.
+    preprocess: ``(batch, key, train) -> batch``, applied to every batch that is taken; hashable. None: no change.
     """
 
     arrays: dict[str, Any]
     offset: Any
     size: Any
     cap: int
+    preprocess: Callable | None = None
 
     @classmethod
     def of(cls, arrays: dict[str, Any]) -> ClientData:
@@ -60,16 +62,20 @@ class ClientData:
         n = len(next(iter(arrays.values())))
         return cls({k: jnp.asarray(v) for k, v in arrays.items()}, jnp.int32(0), jnp.int32(n), n)
 
-    def rows(self, index: Any, valid: Any) -> dict[str, Any]:
-        """The batch of rows ``index`` (counted within the client); ``valid`` becomes the mask."""
+    def rows(self, index: Any, valid: Any, key: Any = None) -> dict[str, Any]:
+        """The preprocessed batch of rows ``index`` (counted within the client); ``valid`` becomes the mask.
+
+        key: of the preprocessing's random augmentation; None asks for none, as in evaluation.
+        """
         at = self.offset + jnp.where(valid, index, 0)
         batch = {name: jnp.take(a, at, axis=0, mode="clip") for name, a in self.arrays.items()}
-        return batch | {MASK: valid.astype(jnp.result_type(float))}
+        batch[MASK] = valid.astype(jnp.result_type(float))
+        return batch if self.preprocess is None else self.preprocess(batch, key, key is not None)
 
-    def everything(self) -> dict[str, Any]:
-        """All of the client's examples as one batch, padded to ``cap``."""
+    def everything(self, key: Any = None) -> dict[str, Any]:
+        """All of the client's examples as one preprocessed batch, padded to ``cap``; ``key`` as in `rows`."""
         index = jnp.arange(self.cap, dtype=jnp.int32)
-        return self.rows(index, index < self.size)
+        return self.rows(index, index < self.size, key)
 
 
 def masked_mean(values: Any, mask: Any) -> Any:
@@ -130,6 +136,7 @@ class Batches:
     epochs or steps: passes over the client's data, or a fixed number of local steps.
     shuffle: a new order in every epoch, from the client's key.
     part: the slice of the client's examples to use, as fractions of its rows: (0, 0.8) and (0.8, 1) share nothing.
+    augment: whether the data's preprocessing augments these batches at random, as in training.
     """
 
     size: int | None = 20
@@ -137,6 +144,7 @@ class Batches:
     steps: int | None = None
     shuffle: bool = True
     part: tuple[float, float] = (0.0, 1.0)
+    augment: bool = True
 
     def __post_init__(self) -> None:
         if self.size is not None:
@@ -168,18 +176,22 @@ class Batches:
     def _per_epoch(self, n: Any) -> Any:
         return n * 0 + 1 if self.size is None else -(-n // self.size)
 
-    def take(self, data: ClientData, k: Any, key: Any) -> dict[str, Any]:
-        """The client's batch number ``k``."""
+    def take(self, data: ClientData, k: Any, key: Any, augmentation: Any = None) -> dict[str, Any]:
+        """The client's batch number ``k``, preprocessed.
+
+        key: of the order of the examples. augmentation: key of the random augmentation; None asks for none.
+        """
         start, n = self.bounds(data.size)
+        augmentation = augmentation if self.augment else None
         if self.size is None:
             position = jnp.arange(data.cap, dtype=jnp.int32)
-            return data.rows(start + position, position < n)
+            return data.rows(start + position, position < n, augmentation)
         per_epoch = self._per_epoch(n)
         position = (k % per_epoch) * self.size + jnp.arange(self.size, dtype=jnp.int32)
         valid = position < n
         if self.shuffle:
             position = shuffled(jax.random.fold_in(key, k // per_epoch), jnp.where(valid, position, 0), n)
-        return data.rows(start + position, valid)
+        return data.rows(start + position, valid, augmentation)
 
 
 class LocalOptions(TypedDict, total=False):
@@ -249,8 +261,9 @@ class Fold(NamedTuple):
 
     def advance(self, carry: PyTree, k: Any, down: PyTree, data: ClientData, key: Any) -> PyTree:
         """Step number ``k``: the batch and the randomness it gets depend on ``k`` and the client's key alone."""
-        batch = self.batches.take(data, k, jax.random.fold_in(key, 1))
-        return self.step(carry, batch, jax.random.fold_in(jax.random.fold_in(key, 2), k), down)
+        step_key = jax.random.fold_in(jax.random.fold_in(key, 2), k)
+        batch = self.batches.take(data, k, jax.random.fold_in(key, 1), step_key)
+        return self.step(carry, batch, step_key, down)
 
     def end(self, carry: PyTree, down: PyTree, state: PyTree, data: ClientData) -> Any:
         """The fold's result."""

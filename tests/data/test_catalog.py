@@ -368,6 +368,9 @@ def test_command_line_from_files_to_a_picture(tmp_path, call):
     assert (made["clients"], made["train_examples"] + made["test_examples"]) == (3, 40)
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
     assert "3 clients" in call("inspect", tmp_path / "p")
+    assert "preprocessing: scale\n" in call("inspect", tmp_path / "p")
+    assert "preprocessing: scale, factor = 0.0625\n" in call("inspect", "digits")
+    assert "preprocessing: none" in call("inspect", "digits", "--set", "preprocess=[]")
     assert call("plot", tmp_path / "p", "--out", tmp_path / "q.svg", "--json")["clients"] == 3
     assert call("inspect", "digits", "--set", "clients=20", "--set", "partition=iid", "--json")["clients"] == 20
     assert call("partition", "digits", "--by", "iid", "--clients", 5, "--out", tmp_path / "d", "--json")["clients"] == 5

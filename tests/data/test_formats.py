@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from fedbraid.data import text
+from fedbraid.data import Pipeline, text
 from fedbraid.data.formats.archive import unpacked
 from fedbraid.data.formats.plain_sets import read_idx_file
 from fedbraid.data.formats.tff import parse_example
@@ -666,7 +666,9 @@ def test_hugging_face_folders_through_arrow(tmp_path):
     data, _ = read("parquet", root, tmp_path / "s", client="writer", label="label", features=["image"])
     assert np.array_equal(rows_of(data.train, "w1", "x"), images[1:2])
     assert data.test.sizes.tolist() == [0, 1]
+    assert data.preprocess == Pipeline.of({"name": "scale"})
     boxes, _ = read("parquet", root, tmp_path / "b", client="writer", features=["box"])
+    assert boxes.preprocess is None
     assert rows_of(boxes.train, "w1", "x").tolist() == [[[1.0, 2.0], [3.0, 1.0]]]
 
 
@@ -721,6 +723,14 @@ def test_npz_layouts(tmp_path):
     plain, _ = read("npz", tmp_path / "plain.npz", tmp_path / "p")
     assert plain.info["plain"]
     assert plain.test.num_examples == 2
+    for arrays, steps in (  # bytes of images, flat ones too, are divided by 255, and the store says so
+        ({"x": x[:, :5].reshape(6, -1), "y": y}, [{"name": "scale"}]),
+        ({"x": x[:, :5].reshape(6, -1), "y": x[:, 5:10].reshape(6, -1).astype(np.float32)}, []),  # may be tokens
+        ({"x": x[:, 0].astype(np.int32), "y": y}, []),
+    ):
+        np.savez(tmp_path / "small.npz", **arrays)
+        _, report = read("npz", tmp_path / "small.npz", tmp_path / f"s{len(list(tmp_path.iterdir()))}")
+        assert report.summary["preprocess"] == steps
 
 
 def test_npz_bad_files(tmp_path):

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbraid.data import text
-from fedbraid.data.preprocess import FUNCTIONS, Pipeline
+from fedbraid.data import Split, from_arrays, text
+from fedbraid.data.preprocess import FUNCTIONS, Pipeline, scaling_of, unscaled_bytes
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.integers(0, 256, (6, 8, 9, 3), np.uint8)
@@ -116,6 +116,27 @@ def test_pipelines_are_values():
 def test_unknown_steps_are_refused(step, words):
     with pytest.raises(ValueError, match=words):
         Pipeline.of(step)
+
+
+def test_arrays_of_bytes_are_scaled_unless_they_are_tokens():
+    labels = np.zeros(6, np.int32)
+    flat, tokens = IMAGES.reshape(6, -1), IMAGES.reshape(6, -1)
+    scale = Pipeline.of({"name": "scale"})
+    for arrays, expected in (
+        ({"x": IMAGES, "y": labels}, scale),
+        ({"x": IMAGES, "y": IMAGES}, scale),  # images with a label for each pixel
+        ({"x": flat, "y": labels}, scale),
+        ({"x": flat}, scale),
+        ({"x": tokens, "y": tokens}, None),
+        ({"x": flat.astype(np.float32), "y": labels}, None),
+        ({"x": labels.astype(np.uint8), "y": labels}, None),
+        ({"image": IMAGES, "y": labels}, None),
+    ):
+        assert scaling_of(arrays) == expected
+        assert from_arrays(arrays, clients=2).preprocess == expected
+        assert from_arrays(arrays, clients=2, preprocess=None).preprocess is None
+        assert unscaled_bytes(Split(arrays, np.array([0, 6]))) == ("x" if expected else None)
+        assert unscaled_bytes(Split(arrays, np.array([0, 6]), preprocess=scale)) is None
 
 
 def test_a_crop_larger_than_the_image_is_refused():

@@ -12,9 +12,9 @@ from drawn import legend, record
 from fedbraid import simulate
 from fedbraid.cli.app import make_app
 from fedbraid.data.federated import FederatedData, Split
-from fedbraid.experiment import ConfigError, build, lab, load_config, many, search, sweep
+from fedbraid.experiment import ConfigError, build, lab, load_config, search, sweep
 from fedbraid.experiment.lab import Lab, SweepSettings, hold_out_validation
-from fedbraid.experiment.many import Together, traceable, with_values
+from fedbraid.experiment.points import points_program, traceable, with_values
 from fedbraid.experiment.sweep import run_sweep
 from fedbraid.experiment.trials import Criterion, Trials, best_point, judged_by, read_trials
 from fedbraid.experiment.tuning import tune
@@ -192,7 +192,7 @@ def several():
     config = small("algorithm.name=scaffold", f"{RATE}=0.1")
     data = build(config).data
     points = [{RATE: rate} for rate in (0.01, 0.03, 0.1, NAN, 0.3)]
-    program = Together(config, data, [RATE], points=5, seeds=[3], test=data.test)
+    program = points_program(config, data, [RATE], points=5, seeds=[3], test=data.test)
     return config, data, points, program, program.run(points, seed=3, rounds=6)
 
 
@@ -215,7 +215,7 @@ def test_a_call_of_several_points_takes_no_longer_than_it_may(several, seconds, 
     """Evaluated every second round; how rounds are cut into calls changes nothing."""
     _, _, points, program, outcome = several
     taken, made = [], Feed.portion
-    monkeypatch.setattr(many, "CALL", seconds)
+    monkeypatch.setattr("fedbraid.simulation.rounds.CALL", seconds)
     monkeypatch.setattr(Feed, "portion", lambda feed, first, number: taken.append(number) or made(feed, first, number))
     again = program.run(points, seed=3, rounds=6)
     assert taken == portions
@@ -248,7 +248,7 @@ def test_streamed_data_gives_the_same(several):
     """Cohorts that come from the host one by one, at a seed with larger cohorts than the configuration's own."""
     config, data, points, _, outcome = several
     streamed = with_values(config, {"engine.data_in": "host", "cohort": 4})
-    program = Together(streamed, data, [RATE], points=2, seeds=[0, 1, 3], test=data.test)
+    program = points_program(streamed, data, [RATE], points=2, seeds=[0, 1, 3], test=data.test)
     assert program.feed.stream
     again = program.run(points[:2], seed=3, rounds=6)
     for name, column in again.history.items():
@@ -265,9 +265,9 @@ def test_on_lanes_a_sweep_keeps_as_many_as_shorten_a_round(several):
     clients = [{"x": rng.normal(size=(n, 64)).astype(np.float32), "y": rng.integers(0, 10, n)} for n in sizes]
     data = FederatedData(Split.from_clients(clients), info={"classes": 10})
     lanes = with_values(config, {"cohort": "all", "algorithm.batch_size": 10, "engine.plan": "lanes"})
-    program = Together(lanes, data, [RATE], points=5, seeds=[3])
+    program = points_program(lanes, data, [RATE], points=5, seeds=[3])
     assert program.plan.chunk == 2
-    reference = Together(with_values(lanes, {"engine.plan": "sequential"}), data, [RATE], points=5, seeds=[3])
+    reference = points_program(with_values(lanes, {"engine.plan": "sequential"}), data, [RATE], points=5, seeds=[3])
     ours, theirs = (p.run(points, seed=3, rounds=2).history["train/loss"] for p in (program, reference))
     np.testing.assert_allclose(ours[:3], theirs[:3], rtol=1e-4)
 
@@ -441,7 +441,7 @@ def model(declared=True):
     base = softmax_regression(64, 10)
 
     def metrics(params, batch):
-        scores = base.metrics(params, {**batch, "x": batch["x"] / 16})
+        scores = base.metrics(params, batch)
         losses, weights = scores["loss"]
         return {"perplexity": (jnp.exp(losses) * weights, weights), "error_free": scores["accuracy"]}
 
@@ -495,7 +495,7 @@ def test_halving_keeps_the_points_with_the_lowest_perplexity(own_model):
 
 def test_a_metric_without_a_direction_is_refused_before_anything_runs(own_model, tmp_path, monkeypatch):
     config = load_config(settings=[*own_model, "model.declared=false"])
-    monkeypatch.setattr(lab, "Together", None)  # no program is made
+    monkeypatch.setattr(lab, "points_program", None)  # no program is made
     for metric in (None, "error_free", "perplexity"):
         with pytest.raises(ValueError, match=r"metric 'error_free' has no known direction.*Metrics\(function"):
             run_sweep(config, SweepSettings(over={RATE: RATES}, metric=metric), tmp_path / "out")
@@ -545,9 +545,9 @@ def test_bad_sweeps_are_refused_before_anything_runs(over, more, words, tmp_path
 def test_a_point_that_cannot_fit_says_how_large_it_is(monkeypatch):
     config = small()
     data = build(config).data
-    monkeypatch.setattr("fedbraid.experiment.many.free_memory", lambda device: 1000)
+    monkeypatch.setattr("fedbraid.simulation.points.total_memory", lambda device: 1000)
     with pytest.raises(ConfigError, match=r"one point of this sweep needs .* GB and there are .* GB to use"):
-        Together(config, data, [RATE], points=2, seeds=[3], test=data.test)
+        points_program(config, data, [RATE], points=2, seeds=[3], test=data.test)
 
 
 def test_trials_of_another_format_are_refused(tmp_path, monkeypatch):

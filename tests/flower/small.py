@@ -1,6 +1,7 @@
 """A small federation for tests: five clients of the zoo's problem, and an algorithm whose agreement can be checked."""
 
 import functools
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -16,6 +17,19 @@ from zoo import clients, start
 
 SPLIT = clients()
 
+
+def narrow(batch, key, train):
+    """Preprocessing of ``WIDE``: two of the five stored columns are dropped, and training adds noise."""
+    x = batch["x"][:, :3] / 2
+    return {**batch, "x": x + 0.1 * jax.random.normal(key, x.shape, x.dtype) if train else x}
+
+
+def _widened(x):
+    return np.concatenate([2 * x, np.ones((len(x), 2))], 1)
+
+
+WIDE = replace(SPLIT, arrays={**SPLIT.arrays, "x": _widened(SPLIT.arrays["x"])}, preprocess=narrow)
+
 # The stated overhead of a message beside its numbers: the order or answer and Flower's own message; and for every
 # dtype's buffer the objects that carry it.
 MESSAGE, BUFFER = 1000, 350
@@ -25,7 +39,7 @@ class Ledger(NamedTuple):
     """The server's side of the ledger algorithm."""
 
     params: object
-    mean: object  # of all clients' states, if nobody is mistaken about an upload
+    mean: object  # of all clients' states, if server and clients agree on which uploads counted
 
 
 def ledger() -> Algorithm:
@@ -48,6 +62,10 @@ def ledger() -> Algorithm:
 
 def load(context):
     return SPLIT.client(int(context.node_config["partition-id"]))
+
+
+def load_wide(context):
+    return WIDE.client(int(context.node_config["partition-id"]))
 
 
 def two_digits(context):

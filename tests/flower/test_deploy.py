@@ -6,15 +6,21 @@ import socket
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 from typer.testing import CliRunner
 
+from fedbraid.data import Pipeline, from_arrays
+from fedbraid.data.store import write_store
 from fedbraid.experiment import build, load_config
+from fedbraid.experiment.assembly import assemble, load_named
+from fedbraid.experiment.config import parse
 from fedbraid.experiment.runfolder import read_clients, read_metrics, read_summary
-from fedbraid.flower import InProcessGrid, client_app, load_plan, plan_server_app
+from fedbraid.flower import InProcessGrid, federation_client_app, federation_server_app, load_federation
 from fedbraid.flower.certificates import (
     Certificates,
     check_certificates,
@@ -24,6 +30,7 @@ from fedbraid.flower.certificates import (
 )
 from fedbraid.flower.check import check_site
 from fedbraid.flower.client import room_for
+from fedbraid.flower.federation import written_description
 from fedbraid.flower.launch import Rehearsal
 from fedbraid.flower.project import write_app
 from fedbraid.simulation import simulate
@@ -61,14 +68,33 @@ def test_the_app_is_one_that_flower_accepts(app):
         compile((app / "federation" / name).read_text(), name, "exec")
 
 
+def run_in_simulator(experiment):
+    options = {"rounds": 2, "cohort": 2, "metrics": experiment.metrics, "eval_every": 1, "devices": 1}
+    return simulate(experiment.algorithm, experiment.params, experiment.data, **options)
+
+
 @pytest.fixture(scope="module")
 def run_simulated(app):
     """The app's experiment as ``fedbraid run`` has it, and each client's metrics at its end."""
-    experiment = build(load_plan(app / "federation").config)
-    options = {"rounds": 2, "cohort": 2, "metrics": experiment.metrics, "eval_every": 1, "devices": 1}
-    simulated = simulate(experiment.algorithm, experiment.params, experiment.data, **options)
+    experiment = build(load_federation(app / "federation").config)
+    simulated = run_in_simulator(experiment)
     sums = evaluator(experiment.metrics, experiment.data.test)(simulated.params)
     return simulated, {f"test_{name}": client_values(both) for name, both in sums.items()}
+
+
+def serve_in_process(federation, out):
+    """The federation's client and server apps in this process, on the experiment's own three clients."""
+
+    def load(context):
+        return federation.rehearsal_rows(context.node_config.get("partition-id"))
+
+    def load_test(context):
+        return federation.rehearsal_test(context.node_config.get("partition-id"))
+
+    client = federation_client_app(federation, load, load_test, cache=False)
+    grid = InProcessGrid(client, {10 + i: {"partition-id": i} for i in range(3)})
+    federation_server_app(federation)(grid, Context(1, 1, {}, RecordDict(), {"out": str(out)}))
+    return grid
 
 
 @pytest.mark.parametrize("clients", [0, "all"])
@@ -84,19 +110,8 @@ def test_an_apps_run_is_the_simulated_run_and_writes_its_folder(app, run_simulat
     (place / "federation.toml").write_text(
         about.replace("evaluate_clients = 0\n", f"evaluate_clients = {json.dumps(clients)}\n")
     )
-    plan = load_plan(place)
-
-    def load(context):
-        return plan.rehearsal_rows(context.node_config.get("partition-id"))
-
-    def load_test(context):
-        return plan.rehearsal_test(context.node_config.get("partition-id"))
-
-    site = {"metrics": plan.metrics, "load_test": load_test, "fingerprint": plan.fingerprint, "cache": False}
-    client = client_app(plan.algorithm, plan.shapes, load, **site)
-    grid = InProcessGrid(client, {10 + i: {"partition-id": i} for i in range(3)})
     out = tmp_path / "run"
-    plan_server_app(plan)(grid, Context(1, 1, {}, RecordDict(), {"out": str(out)}))
+    grid = serve_in_process(load_federation(place), out)
     simulated, by_client = run_simulated
     table, summary = read_metrics(out), read_summary(out)
     for name, column in simulated.evaluations.items():
@@ -115,16 +130,63 @@ def test_an_apps_run_is_the_simulated_run_and_writes_its_folder(app, run_simulat
     assert {p.name for p in out.iterdir()} >= {"config.toml", "metrics.parquet", "clients.parquet", "curves.png"}
     assert tomllib.loads((out / "config.toml").read_text())["rounds"] == 2
     with pytest.raises(ValueError, match="finished"):  # a finished run is not run over
-        plan_server_app(plan)(grid, Context(1, 1, {}, RecordDict(), {"out": str(out)}))
+        federation_server_app(load_federation(place))(grid, Context(1, 1, {}, RecordDict(), {"out": str(out)}))
+
+
+PIPELINES = {  # that change the shape of x, and the number of features that the model then reads
+    "random-features": ([{"name": "scale", "factor": 1 / 16}, {"name": "random-features", "features": 30}], 125),
+    "crop": ([{"name": "scale"}, {"name": "crop-flip", "size": 10}, {"name": "standardize"}], 100),
+}
+
+
+@pytest.mark.parametrize("clients", [0, "all"])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_pipeline_that_changes_shapes_is_deployed_as_it_is_simulated(name, clients, tmp_path):
+    """Model, loss and metrics see preprocessed batches on a site as in the simulator, augmentation included."""
+    steps, width = PIPELINES[name]
+    data = {"name": "digits", "clients": 3, "preprocess": steps}
+    if name == "crop":
+        rng = np.random.default_rng(0)
+        images = {"x": rng.integers(0, 256, (30, 14, 13), np.uint8), "y": np.arange(30, dtype=np.int32) % 3}
+        write_store(
+            tmp_path / "store", from_arrays(images, clients=3, test_fraction=0.3, info={"classes": 3}, preprocess=None)
+        )
+        data = {"name": str(tmp_path / "store"), "preprocess": steps}
+    config = parse(
+        {
+            "rounds": 2,
+            "cohort": 2,
+            "data": data,
+            "model": {"name": "mlp", "hidden": [8]},
+            "algorithm": {"name": "fedavg", "batch_size": 4},
+            "transforms": [{"name": "elastic"}],
+            "evaluation": {"every": 1},
+        }
+    )
+    write_app(tmp_path / "app", config, evaluate_clients=clients)
+    federation = load_federation(tmp_path / "app" / "federation")
+    experiment = build(config)
+    assert [leaf.shape for leaf in jax.tree.leaves(experiment.params)] == [
+        leaf.shape for leaf in jax.tree.leaves(federation.experiment.shapes)
+    ]
+    assert experiment.params[0]["w"].shape == (width, 8)
+    simulated = run_in_simulator(experiment)
+    serve_in_process(federation, tmp_path / "run")
+    table = read_metrics(tmp_path / "run")
+    for column, values in {**simulated.evaluations, "train/loss": simulated.history["train/loss"]}.items():
+        np.testing.assert_allclose(table[column], values, rtol=2e-5)
+    other = load_federation(tmp_path / "app" / "federation")
+    fewer = replace(other.description, preprocess=Pipeline.of(*steps[:1]))
+    assert replace(other, description=fewer).fingerprint != federation.fingerprint
 
 
 def test_every_site_has_the_fingerprint_of_what_it_computes(app, tmp_path):
-    mine = load_plan(app / "federation").fingerprint
+    mine = load_federation(app / "federation").fingerprint
 
     def other(*settings):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         write_app(folder, load_config(None, [*BASE, *settings]))
-        return load_plan(folder / "federation").fingerprint
+        return load_federation(folder / "federation").fingerprint
 
     assert other() == mine
     assert other("seed=5") == mine  # comes with every order
@@ -132,9 +194,24 @@ def test_every_site_has_the_fingerprint_of_what_it_computes(app, tmp_path):
     assert other("model.hidden=[9]") != mine
 
 
+def test_a_description_is_enough_to_assemble_but_has_no_examples():
+    config = load_config(None, BASE)
+    data = load_named(config)
+    made = assemble(config, data.description)
+    assert jax.tree.map(lambda leaf: leaf.shape, made.params) == jax.tree.map(lambda leaf: leaf.shape, made.shapes)
+    with pytest.raises(ValueError, match="without the data"):
+        _ = made.data
+    own = replace(data.description, preprocess=lambda batch, key, train: batch)
+    with pytest.raises(ValueError, match="a function of its own and cannot be written down"):
+        written_description(own)
+    for step, reason in (({"name": "crop-flip"}, "crops images"), ({"name": "scale", "field": "z"}, "has x, y")):
+        with pytest.raises(ValueError, match=rf"\[data\] name = 'digits': .*{reason}"):
+            assemble(config, replace(data.description, preprocess=Pipeline.of(step)))
+
+
 def test_check_loads_a_sites_data_as_its_node_would(app, tmp_path):
     assert cli("check", app, "--node-config", "partition-id=1").exit_code == 0
-    rows = load_plan(app / "federation").rehearsal_rows(0)
+    rows = load_federation(app / "federation").rehearsal_rows(0)
     good, bad = tmp_path / "good.npz", tmp_path / "bad.npz"
     np.savez(good, **rows)
     np.savez(bad, **(rows | {"x": rows["x"][:, :63]}))
@@ -142,7 +219,7 @@ def test_check_loads_a_sites_data_as_its_node_would(app, tmp_path):
     assert check_site(app, f'data="{good}"')["test_examples"] == 0  # of its own it has none
     assert check_site(app, f'data="{good}" test-data="{good}"')["test_examples"] == len(rows["y"])
     assert check_site(app, "partition-id=1")["test_examples"] == len(
-        load_plan(app / "federation").rehearsal_test(1)["y"]
+        load_federation(app / "federation").rehearsal_test(1)["y"]
     )
     result = cli("check", app, "--node-config", f'data="{good}"', "--json")
     assert json.loads(result.stdout)["examples"] == len(rows["y"])
@@ -178,6 +255,7 @@ def test_refusals_are_one_line(app, tmp_path):
                 'must be "all" or a whole',
             ),
             (["init", tmp_path / "new", "--set", "attack.share=0.2"], "[attack] is for simulations"),
+            (["init", tmp_path / "new", "--set", "algorithm.name=fedsplit"], "reads the data of all clients together"),
             (["up", tmp_path], "is not an app"),
             (["up", app, "--nodes", 4], "at most the population of 3"),
             (["up", app, "--nodes", 0], "at least 1"),

@@ -152,7 +152,7 @@ def test_a_residual_that_the_server_keeps_no_account_of_is_reset_alone(capsys):
     assert bases[3, 0] != "init"
 
 
-def test_a_copy_of_a_nodes_config_costs_nobody_a_state():
+def test_a_second_node_with_the_same_config_loses_no_state():
     grid = grid_of(ALG)
     grid.join(900, {"partition-id": LOSER})
     served = deploy(ALG, grid, rounds=3, policy=QUICK)
@@ -185,7 +185,7 @@ def test_a_client_that_loses_its_state_again_and_again_is_refused(capsys):
     assert served.history["train/arrived"][-1] == 4
 
 
-def test_whoever_waits_for_all_does_not_wait_for_a_lost_state():
+def test_waiting_for_all_clients_does_not_wait_for_a_lost_state():
     grid = grid_of(ALG)
     policy = QUICK._replace(minimum=5, too_few="wait", patience=60.0)
     served = deploy(ALG, grid, rounds=5, policy=policy, on_round=after(2, functools.partial(reinstall, grid)))

@@ -10,7 +10,7 @@ from flwr.app import Array, ArrayRecord, RecordDict
 from fedbraid import fedavg
 from fedbraid.core import finite
 from fedbraid.data.federated import Split
-from fedbraid.flower import InProcessGrid, Policy, TooFewError, client_app, rounds, schema_of, server_app
+from fedbraid.flower import InProcessGrid, Policy, TooFewError, asking, client_app, schema_of, server_app
 from fedbraid.flower.wire import PLAIN
 from fedbraid.simulation import simulate
 from flower.small import SPLIT, bare, close, crash, deploy, grid_of, load, plain
@@ -153,7 +153,7 @@ def test_abort_ends_with_an_exit_code_and_says_who_is_missing():
 
 
 def test_wait_asks_again_until_enough_have_answered(monkeypatch):
-    monkeypatch.setattr(rounds, "LOOK", 0.1)
+    monkeypatch.setattr(asking, "LOOK", 0.1)
     tries = []
 
     def twice(reply):

@@ -1,4 +1,4 @@
-"""Client states under lost and late uploads, and restarts of either side: nobody is ever mistaken.
+"""Client states under lost and late uploads, and restarts of either side: server and clients always agree.
 
 The ledger algorithm makes the law checkable: the server's ``mean`` is the mean of the clients' states exactly as long
 as both sides agree on which uploads were taken in.

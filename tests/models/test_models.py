@@ -276,11 +276,12 @@ def test_emnist_cnn_drops_out_in_training_alone():
 
 
 def test_images_may_come_as_bytes_flat_or_without_channels():
+    """Of any dtype, read as the numbers that they are: bytes are scaled by the data's preprocessing, not by a model."""
     model = models.softmax_regression(12, 3)
     params = {"w": jnp.arange(36.0).reshape(12, 3), "b": jnp.zeros(3)}
     pixels = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
-    expected = (pixels.reshape(2, 12) / 255.0) @ np.asarray(params["w"])
-    for x in (pixels, pixels[..., None], pixels.reshape(2, 12), pixels.astype(np.float32) / 255):
+    expected = pixels.reshape(2, 12).astype(float) @ np.asarray(params["w"])
+    for x in (pixels, pixels[..., None], pixels.reshape(2, 12), pixels.astype(np.float32)):
         close(model.predict(params, x), expected)
     with pytest.raises(ValueError, match=r"\(12,\).*\(2, 5\)"):
         model.predict(params, np.ones((2, 5)))

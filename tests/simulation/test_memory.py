@@ -121,3 +121,19 @@ def test_other_errors_are_not_taken_for_it():
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
         simulate(algorithm(broken), start(), clients(), plan="chunks", chunk=4, **OPTIONS)
+
+
+def test_a_resumed_run_keeps_the_chunk_that_was_halved(tmp_path):
+    """A run halves its chunk when memory runs out. Resumed, it takes the same chunk and so ends with the same bits."""
+
+    def run(alg, rounds, resume):
+        options = {"checkpoints": Checkpoints(tmp_path, 1, resume), "rounds": rounds, "devices": 1, "plan": "chunks"}
+        return simulate(alg, start(), clients(), **options)
+
+    with collecting():
+        assert run(algorithm(scarce(2)), 2, False).info.plan.chunk == 2
+    resumed = run(algorithm(loss), 4, True)
+    assert resumed.info.plan.chunk == 2
+    whole = simulate(algorithm(loss), start(), clients(), rounds=4, devices=1, plan="chunks", chunk=2)
+    for ours, theirs in zip(*map(jax.tree.leaves, (resumed.params, whole.params)), strict=True):
+        assert np.array_equal(ours, theirs)  # the same bits

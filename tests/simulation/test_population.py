@@ -15,7 +15,7 @@ from fedbraid import address
 from fedbraid.data.store import StoreWriter
 from fedbraid.experiment import ConfigError, build, load_config
 from fedbraid.simulation import Checkpoints, HostStates, checkpoint, simulate
-from told import collecting
+from told import collecting, told
 from zoo import clients, counting
 
 MB = 1 << 20
@@ -174,6 +174,10 @@ def test_a_store_is_named_by_its_folder(tmp_path):
         for i in range(6):
             writer.add("train", f"c{i}", {"x": np.full((2, 3), i, np.uint8), "y": np.array([0, 1], np.uint8)})
     settings = [f"data.name={tmp_path / 'mine'}", "model.name=softmax_regression", "cohort=2"]
-    assert build(load_config(settings=settings)).data.train.num_clients == 6
+    with told("the field 'x' stores bytes and no preprocessing is named.*data.preprocess"):
+        assert build(load_config(settings=settings)).data.train.num_clients == 6
+    for steps in ('[{name="scale"}]', '[{name="scale", factor=1.0}]'):  # and what it says to write ends it
+        made = build(load_config(settings=[*settings, f"data.preprocess={steps}"]))
+        assert made.data.train.preprocess == made.data.preprocess is not None
     with pytest.raises(ConfigError, match=r"data.name .*yours' does not exist"):
         build(load_config(settings=[f"data.name={tmp_path / 'yours'}"]))

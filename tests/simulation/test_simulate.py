@@ -10,9 +10,9 @@ from fedbraid.simulation import bernoulli, deadline, simulate
 from fedbraid.simulation import plan as plan_module
 from fedbraid.simulation import run as run_module
 from fedbraid.simulation.devices import client_mesh
-from fedbraid.simulation.engine import _total
 from fedbraid.simulation.feed import Feed
 from fedbraid.simulation.plan import Plan, lay_out
+from fedbraid.simulation.tally import total
 from told import told
 from zoo import ROWS, clients, counting, loss, start
 
@@ -127,10 +127,17 @@ def test_clients_alike_take_as_many_lanes_as_fit_and_leave_none_idle_at_the_end(
     monkeypatch.setattr(plan_module, "most_clients", lambda need, mesh: fit)
     many = fb.Split({k: np.concatenate([v] * 40) for k, v in clients().arrays.items()}, np.arange(201))
     for alg, wanted in ((fb.fedavg(loss, steps=2), lanes), (fb.fedavg(loss, batch_size=1, epochs=2), lanes)):
-        chosen = plan_module.choose_plan(alg, start(), many, client_mesh(1), "lanes", "auto", 100)
+        chosen = plan_module.choose_plan(
+            alg, start(), fb.FederatedData(many), client_mesh(1), fb.EngineOptions(plan="lanes"), 100
+        )
         assert (chosen.chunk, chosen.alike) == (wanted, 1)
     ragged = plan_module.choose_plan(
-        fb.fedavg(loss, batch_size=1), start(), clients(), client_mesh(1), "lanes", "auto", 5
+        fb.fedavg(loss, batch_size=1),
+        start(),
+        fb.FederatedData(clients()),
+        client_mesh(1),
+        fb.EngineOptions(plan="lanes"),
+        5,
     )
     assert (ragged.chunk, ragged.alike) == (5, 0)
 
@@ -140,10 +147,10 @@ def test_sums_over_many_clients_leave_none_out(many):
     """They are made in groups where there are many: the expected ones are those of whole numbers, which are exact."""
     rows = np.arange(many * 6).reshape(many, 2, 3) ** 2 % 101
     for dtype in (jnp.float64, jnp.int32):
-        total = _total({"a": jnp.asarray(rows, dtype), "b": jnp.ones(many, dtype)})
-        assert {leaf.dtype for leaf in total.values()} == {jnp.dtype(dtype)}
-        np.testing.assert_array_equal(total["a"], rows.sum(0))
-        assert int(total["b"]) == many
+        summed = total({"a": jnp.asarray(rows, dtype), "b": jnp.ones(many, dtype)})
+        assert {leaf.dtype for leaf in summed.values()} == {jnp.dtype(dtype)}
+        np.testing.assert_array_equal(summed["a"], rows.sum(0))
+        assert int(summed["b"]) == many
 
 
 def test_endings_of_clients_alike_are_one_a_queue():

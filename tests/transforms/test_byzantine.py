@@ -33,13 +33,11 @@ def accuracy():
     """Test accuracy by (rule, factor): a program for each rule, with all factors in it."""
     data = mark(load("digits", alpha=10.0, clients=20), 0.2)
     model = build("mlp", {"x": (64,)}, 10, hidden=(32,))
-    ready = data.preprocess
-    base = fb.fedavg(lambda p, b, key: model.loss(p, ready(b, key, True), key), client_lr=0.2, epochs=2)
+    base = fb.fedavg(model.loss, client_lr=0.2, epochs=2)
 
     def run(rule, factor):
-        score = lambda p, b: model.metrics(p, ready(b, None, False))  # noqa: E731
         alg = attack(RULES[rule](base), factor=factor)
-        result = simulate(alg, model.init(jax.random.key(0)), data, rounds=25, metrics=score, devices=1)
+        result = simulate(alg, model.init(jax.random.key(0)), data, rounds=25, metrics=model.metrics, devices=1)
         return result.evaluations["test_accuracy"][-1]
 
     found = {}

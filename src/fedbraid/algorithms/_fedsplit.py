@@ -119,7 +119,7 @@ def fedprox_exact(
     opt = server_optimizers.sgd(server_lr)
 
     def client(down: Down, state: Any, data: ClientData, key: Any) -> Report:
-        batch = data.everything()
+        batch = data.everything(key)
         f = client_objective(loss, objective, batch, key)
         u, metrics = _prox(solve, f, down.params, step, batch, down.params)
         moved = jax.tree.map(jnp.subtract, down.params, u)
@@ -216,7 +216,7 @@ def fedsplit(
         return SplitClient(params, params if pulled else ())
 
     def client(down: Down, state: SplitClient, data: ClientData, key: Any) -> Report:
-        x, batch = down.params, data.everything()
+        x, batch = down.params, data.everything(key)
         own = client_objective(loss, objective, batch, key)
 
         def f(u: Any) -> Any:

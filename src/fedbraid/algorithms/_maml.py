@@ -85,7 +85,7 @@ def maml(
     loss = fast_convolutions(loss)
     opt = server_optimizers.sgd(server_lr) if server_opt is None else server_opt
 
-    def episode(data: ClientData, key: Any) -> tuple[tuple[Any, Any], dict]:
+    def episode(data: ClientData, key: Any, query_key: Any) -> tuple[tuple[Any, Any], dict]:
         """The rows of every support batch with their masks, ``[steps, size]``, and the query batch."""
         inner, outer = _divide(data.size, support)
         size = data.cap if batch_size is None else min(batch_size, data.cap)
@@ -96,16 +96,17 @@ def maml(
         valid = jnp.concatenate([position[:-1] < inner, place[None] < outer])
         if not (support == 1.0 and batch_size is None):  # where all sets hold all examples their order is nothing
             position = shuffled(key, jnp.where(valid, position, 0), data.size)
-        return (position[:-1], valid[:-1]), data.rows(position[-1], valid[-1])
+        return (position[:-1], valid[:-1]), data.rows(position[-1], valid[-1], query_key)
 
     def client(down: Down, state: Any, data: ClientData, key: Any) -> Report:
         order_key, step_key, query_key = (jax.random.fold_in(key, i) for i in range(3))
-        batches, query = episode(data, order_key)
+        batches, query = episode(data, order_key, query_key)
 
         def adapt(x: Any) -> Any:
             def local_step(y: Any, this: tuple) -> tuple[Any, None]:
                 k, rows = this
-                g = jax.grad(loss)(y, data.rows(*rows), jax.random.fold_in(step_key, k))
+                noise = jax.random.fold_in(step_key, k)
+                g = jax.grad(loss)(y, data.rows(*rows, key=noise), noise)
                 if not is_zero(alpha):
                     g = jax.tree.map(lambda g, y, x: g + alpha * (y - x), g, y, x)
                 return jax.tree.map(lambda y, g: y - client_lr * g, y, g), None

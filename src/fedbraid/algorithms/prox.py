@@ -400,7 +400,8 @@ def curvature(
 
     def extremes(place: tuple) -> Any:
         offset, size = place
-        f = client_objective(loss, objective, ClientData(arrays, offset, size, cap).everything(), None)
+        batch = ClientData(arrays, offset, size, cap, split.preprocess).everything()
+        f = client_objective(loss, objective, batch, None)
 
         def of_flat(u: Any) -> Any:
             return f(unravel(u))

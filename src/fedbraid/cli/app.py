@@ -14,7 +14,7 @@ GROUPS = {
     "data": "import, split and inspect data",
     "deploy": "a real federation through Flower",
 }
-COMMANDS = ("run", "sweep", "compare", "report", "reproduce", "list", "cost", "diagnose")
+COMMANDS = ("run", "tune-engine", "sweep", "compare", "report", "reproduce", "list", "cost", "diagnose")
 
 
 def make_app() -> typer.Typer:
@@ -35,7 +35,7 @@ def make_app() -> typer.Typer:
 
 
 def _module(name: str):
-    where = "listing" if name == "list" else name
+    where = "listing" if name == "list" else name.replace("-", "_")
     if importlib.util.find_spec(f"fedbraid.cli.{where}") is None:
         return None
     return importlib.import_module(f"fedbraid.cli.{where}")

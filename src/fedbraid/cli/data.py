@@ -61,7 +61,7 @@ def inspect_command(
     verify: Annotated[bool, typer.Option("--verify", help="Read a store's files and compare their checksums.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Clients, examples, shapes, labels and sizes of a store or of a data set by name."""
+    """Clients, examples, shapes, preprocessing, labels and sizes of a store or of a data set by name."""
     from fedbraid.data.catalog import CATALOG
     from fedbraid.data.describe import summarize_data
     from fedbraid.data.published import differences
@@ -327,6 +327,11 @@ def _print_json(value: dict[str, Any]) -> None:
     print(json.dumps(value))
 
 
+def _step(step: dict[str, Any]) -> list[str]:
+    """A step of a pipeline in words: its name and its options."""
+    return [str(step["name"]), *(f"{key} = {value}" for key, value in step.items() if key != "name")]
+
+
 def _print_summary(summary: dict[str, Any]) -> None:
     print(f"{summary['name']}: {summary['clients']:,} clients, {summary['bytes'] / 1e6:,.1f} MB")
     for name, split in summary["splits"].items():
@@ -336,6 +341,8 @@ def _print_summary(summary: dict[str, Any]) -> None:
     for field, shape in summary["shapes"].items():
         kind = "text" if shape == "text" else f"{summary['types'][field]} {shape}"
         print(f"  field {field}: {kind}")
+    steps = [", ".join(_step(step)) for step in summary["preprocess"]]
+    print(f"  preprocessing: {'; '.join(steps) or 'none, a model reads the fields as they are stored'}")
     if summary.get("labels"):
         skew = ""
         if "labels_per_client" in summary:

@@ -114,10 +114,10 @@ def up(
     json: Json = False,
 ) -> None:
     """Start a SuperLink and SuperNodes on this machine, for a rehearsal. They run until `fedbraid deploy down`."""
-    from fedbraid.flower.plan import load_plan
+    from fedbraid.flower.federation import load_federation
     from fedbraid.flower.project import package_of
 
-    population = load_plan(package_of(folder)).population
+    population = load_federation(package_of(folder)).population
     rehearsal = _rehearsal(folder)
     if nodes is None:
         nodes = population
@@ -159,11 +159,11 @@ def run(
 ) -> None:
     """Run the app on its nodes, with a line per round. Writes the same run folder as `fedbraid run`."""
     from fedbraid.experiment.runfolder import read_summary
+    from fedbraid.flower.federation import load_federation
     from fedbraid.flower.launch import Link, run_app
-    from fedbraid.flower.plan import load_plan
     from fedbraid.flower.project import package_of
 
-    plan = load_plan(package_of(folder))
+    config = load_federation(package_of(folder)).config
     if resume is not None and out is not None:
         raise ValueError("--resume goes on in the run folder it names: leave out --out")
     if address is None:
@@ -173,7 +173,7 @@ def run(
             raise ValueError(f"the certificate authority {root_certificates} is missing")
         link = Link(address, root_certificates, folder / ".rehearsal" / "homes" / "control")
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    place = resume or out or Path("runs") / f"{plan.config.algorithm.name}-{plan.config.data.name}-deployed-{stamp}"
+    place = resume or out or Path("runs") / f"{config.algorithm.name}-{config.data.name}-deployed-{stamp}"
     if resume is not None and not (resume / "config.toml").is_file():
         raise ValueError(f"{resume} is not a run folder: it has no config.toml")
     if resume is None and place.exists() and any(place.iterdir()):

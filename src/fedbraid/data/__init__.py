@@ -2,6 +2,7 @@
 
 from fedbraid.data.catalog import CATALOG, load, repartition
 from fedbraid.data.describe import plot_data, summarize_data
+from fedbraid.data.description import DataDescription
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.data.importing import import_data, open_source
 from fedbraid.data.partition import (
@@ -26,6 +27,7 @@ __all__ = [
     "PARTITIONERS",
     "PUBLISHED",
     "Cohort",
+    "DataDescription",
     "FederatedData",
     "Pipeline",
     "Split",

@@ -106,7 +106,7 @@ def repartition(
         seed=seed,
         name=data.name,
         info=info,
-        preprocess=data.preprocess,  # type: ignore[arg-type]
+        preprocess=data.preprocess,
         **options,
     )
 

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedbraid.data.description import Preprocess
 from fedbraid.data.federated import FederatedData, Split
+from fedbraid.data.preprocess import Pipeline
 from fedbraid.drawing import BLUE, ORANGE
 
 if TYPE_CHECKING:
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["client_label_counts", "plot_data", "summarize_data"]
 
-_ROWS_FOR_LABELS = 5_000_000  # above, counting labels would read more of the disk than a look deserves
+_ROWS_FOR_LABELS = 5_000_000  # with more rows, counting labels would read too much of the disk
 
 
 def summarize_data(data: FederatedData) -> dict[str, Any]:
@@ -22,8 +24,9 @@ def summarize_data(data: FederatedData) -> dict[str, Any]:
 
     ``clients`` are those that train and those set aside as unseen (a test split by other clients has its own count
     under ``splits``); ``test_examples`` are those of the test split and of the unseen clients; ``sizes`` are the train
-    clients'. ``label_divergence`` is the mean total-variation distance between a client's labels and the pool's: 0 when
-    all are alike, near 1 when each has its own label.
+    clients'. ``label_divergence`` is the mean total-variation distance between a client's label distribution and that
+    of all clients together: 0 if all clients have the same, near 1 if each has a label of its own. ``preprocess`` lists
+    the steps from stored fields to a model's input.
 
     >>> from fedbraid.data.catalog import load
     >>> summary = summarize_data(load("digits"))
@@ -53,10 +56,15 @@ def summarize_data(data: FederatedData) -> dict[str, Any]:
         summary["label_counts"] = pool.tolist()
         summary["labels_per_client"] = float((counts > 0).sum(1).mean())
         summary["label_divergence"] = float(0.5 * np.abs(own - pool / pool.sum()).sum(1).mean())
-    spec = getattr(data.preprocess, "spec", None)
-    summary["preprocess"] = spec() if spec is not None else []
+    summary["preprocess"] = _steps(data.preprocess)
     summary["info"] = {k: v for k, v in data.info.items() if k != "vocabulary"}
     return summary
+
+
+def _steps(preprocess: Preprocess | None) -> list[dict[str, Any]]:
+    if isinstance(preprocess, Pipeline):
+        return preprocess.spec()
+    return [] if preprocess is None else [{"name": f"the function {getattr(preprocess, '__name__', preprocess)}"}]
 
 
 def client_label_counts(split: Split, label: str = "y") -> np.ndarray | None:

@@ -6,11 +6,13 @@ Nothing is padded, and a field may be a memory map: it is an ordinary NumPy arra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import numpy as np
+
+from fedbraid.data.description import DataDescription, Preprocess, fields_of
 
 MASK = "mask"  # the field that batches carry beside the data's own
 
@@ -18,6 +20,9 @@ MASK = "mask"  # the field that batches carry beside the data's own
 @dataclass(frozen=True)
 class Split:
     """Examples grouped by client.
+
+    preprocess: from a batch of stored rows to the batch that a model reads (see ``FederatedData``). The simulator and
+        the evaluation apply it; the methods here return rows as they are stored.
 
     >>> split = Split.from_clients([{"x": np.zeros((3, 2))}, {"x": np.ones((1, 2))}])
     >>> split.num_clients, split.num_examples, split.sizes.tolist()
@@ -27,6 +32,7 @@ class Split:
     arrays: Mapping[str, np.ndarray]
     offsets: np.ndarray
     ids: Sequence[str] = ()
+    preprocess: Preprocess | None = None
 
     @classmethod
     def from_clients(cls, clients: Sequence[Mapping[str, Any]], ids: Sequence[str] = ()) -> Split:
@@ -108,24 +114,42 @@ class Split:
                 )
 
 
+_OF_TRAIN = cast(Any, object())  # the default of FederatedData.preprocess: what the train split has
+
+
 @dataclass(frozen=True)
 class FederatedData:
     """What a run needs: a train split, and a test split by the same or by other clients.
 
     When ``test`` (or ``validation``) is by the same clients it lists them in the same order, empty ones included:
     client ``i`` of one is client ``i`` of the other (``aligned`` says so). ``unseen`` holds clients that never train.
-    ``preprocess(batch, key, train)`` maps a batch of stored fields to what a model reads, and leaves the mask alone
-    (``fedbraid.data.preprocess``); it is pure and belongs inside the compiled step, because stores keep small integers
-    and augmentation must be fresh. With ``train=False`` it is deterministic and ``key`` may be None.
+
+    preprocess: ``(batch, key, train) -> batch``, from a batch of stored fields to the batch that a model reads
+        (``fedbraid.data.preprocess``). It leaves the mask alone. It is pure and runs inside the compiled step, because
+        stores keep small integers and augmentation must be fresh. With ``train=False`` it is deterministic and ``key``
+        may be None. All splits here carry it, so that ``data.train`` alone is prepared in the same way. By default it
+        is the train split's own; None means none.
+
+    >>> from fedbraid.data.preprocess import Pipeline
+    >>> split = Split.from_clients([{"x": np.zeros((3, 2), np.uint8)}])
+    >>> FederatedData(split, preprocess=Pipeline.of({"name": "scale"})).train.preprocess.spec()
+    [{'name': 'scale'}]
     """
 
     train: Split
     test: Split | None = None
     name: str = "data"
     info: Mapping[str, Any] = field(default_factory=dict)  # source, licence, number of classes ...
-    preprocess: Callable[[Mapping[str, Any], Any, bool], dict[str, Any]] | None = None
+    preprocess: Preprocess | None = _OF_TRAIN
     validation: Split | None = None
     unseen: Split | None = None
+
+    def __post_init__(self) -> None:
+        if self.preprocess is _OF_TRAIN:
+            object.__setattr__(self, "preprocess", self.train.preprocess)
+        for name, split in self.splits.items():
+            if split.preprocess is not self.preprocess:
+                object.__setattr__(self, name, replace(split, preprocess=self.preprocess))
 
     @property
     def aligned(self) -> bool:
@@ -139,12 +163,21 @@ class FederatedData:
         return len(test.ids) == len(ids) and all(a == b for a, b in zip(test.ids, ids, strict=True))
 
     @property
+    def description(self) -> DataDescription:
+        """Fields, labels, preprocessing and number of clients: what a model and an algorithm are built from."""
+        classes = self.info.get("classes")
+        return DataDescription(
+            fields=fields_of(self.train.arrays),
+            population=self.train.num_clients,
+            classes=None if classes is None else int(classes),
+            preprocess=self.preprocess,
+            name=self.name,
+        )
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of one example as a model sees it, after preprocessing (which may crop, flatten or add features)."""
-        batch: Mapping[str, Any] = {name: np.asarray(array[:1]) for name, array in self.train.arrays.items()}
-        if self.preprocess is not None:
-            batch = self.preprocess(batch, None, False)
-        return {name: tuple(array.shape[1:]) for name, array in batch.items()}
+        return self.description.shapes
 
     @property
     def splits(self) -> dict[str, Split]:

@@ -100,19 +100,10 @@ def dirichlet(
     rng = _rng(seed)
     rows = _rows_by_label(labels, rng)
     if per == "client":
-        sizes = (
-            log_normal_sizes(len(labels), clients=clients, sigma=sigma, min_size=min_size, rng=rng)
-            if sigma
-            else _even(len(labels), clients)
-        )
-        left = np.array([len(r) for r in rows])
-        counts = np.zeros((clients, len(rows)), np.int64)
-        log_p = _log_dirichlet(rng, alpha, (clients, len(rows)))
-        for i in range(clients):
-            counts[i] = _draw_without_replacement(rng, int(sizes[i]), log_p[i], left)
-            left -= counts[i]
-        return _deal(rows, counts, rng)
-
+        sizes = _even(len(labels), clients)
+        if sigma:
+            sizes = log_normal_sizes(len(labels), clients=clients, sigma=sigma, min_size=min_size, rng=rng)
+        return _deal(rows, _counts_per_client(rows, sizes, alpha, rng), rng)
     smallest = 0
     for _ in range(max(1, retries)):
         p = np.exp(_log_dirichlet(rng, alpha, (len(rows), clients)))
@@ -125,6 +116,17 @@ def dirichlet(
         f"min_size = {min_size} of the {len(labels)} rows (best: {smallest}); use a larger alpha, fewer clients, "
         'a smaller min_size, or per="client", which fixes the sizes'
     )
+
+
+def _counts_per_client(rows: Parts, sizes: np.ndarray, alpha: float, rng: np.random.Generator) -> np.ndarray:
+    """Clients x labels: ``sizes[i]`` rows of client ``i`` by its own Dirichlet draw, until a label is used up."""
+    left = np.array([len(r) for r in rows])
+    counts = np.zeros((len(sizes), len(rows)), np.int64)
+    log_p = _log_dirichlet(rng, alpha, counts.shape)
+    for i, size in enumerate(sizes):
+        counts[i] = _draw_without_replacement(rng, int(size), log_p[i], left)
+        left -= counts[i]
+    return counts
 
 
 def shards(labels: np.ndarray, *, clients: int, per_client: int = 2, equal: bool = False, seed: int = 0) -> Parts:
@@ -260,8 +262,8 @@ def hold_out(parts: Parts, *, fraction: float, seed: int = 0) -> tuple[Parts, Pa
 def match_labels(parts: Parts, labels: np.ndarray, test_labels: np.ndarray, *, seed: int = 0) -> Parts:
     """Deal a separate test set to the clients so that each sees its own train label ratios; every test row once.
 
-    Test rows of a label go to clients in proportion to their train rows of that label (largest remainders), so that the
-    pooled test set stays whole and per-client evaluation means something. A label nobody trains on is dealt evenly.
+    Test rows of a label go to clients in proportion to their train rows of that label (largest remainders). Each client
+    is then tested on the labels that it trains on. Test rows of a label without train rows are spread evenly.
 
     >>> y = np.array([0, 0, 0, 1, 1, 1])
     >>> [p.tolist() for p in match_labels([np.array([0, 1, 2]), np.array([3, 4, 5])], y, np.array([1, 1, 0, 1]))]
@@ -283,7 +285,7 @@ def match_labels(parts: Parts, labels: np.ndarray, test_labels: np.ndarray, *, s
 
 
 class Summary(NamedTuple):
-    """A split in numbers. ``divergence`` is the mean total-variation distance of a client's labels from the pool's."""
+    """A split in numbers. ``divergence``: mean total-variation distance of a client's labels from those of all rows."""
 
     clients: int
     examples: int

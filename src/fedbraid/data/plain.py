@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from fedbraid.data import partition as partitions
+from fedbraid.data.description import Preprocess
 from fedbraid.data.federated import FederatedData, Split
-from fedbraid.data.preprocess import Pipeline
+from fedbraid.data.preprocess import scaling_of
 
 __all__ = ["from_arrays", "from_dataset", "from_table", "partition_options", "partition_rows"]
 
@@ -27,7 +28,7 @@ def from_arrays(
     ids: Sequence[object] | np.ndarray | None = None,
     name: str = "data",
     info: Mapping[str, Any] | None = None,
-    preprocess: Pipeline | None = None,
+    preprocess: Preprocess | Literal["auto"] | None = "auto",
     **options: Any,
 ) -> FederatedData:
     """Partition plain arrays over clients.
@@ -36,6 +37,8 @@ def from_arrays(
     ``pachinko``) with its options, or ``"natural"`` with one id per row in ``ids``. The test split has the same clients
     in the same order: a given ``test`` set is dealt in each client's own label ratios, otherwise ``test_fraction`` of
     each client's rows is held out (a client always keeps one row to train on). Rows are shuffled within each client.
+    ``preprocess`` is the data's (see ``FederatedData``); "auto" divides ``x`` by 255 if it holds images in bytes, and
+    is None otherwise.
 
     >>> x, y = np.arange(20.0).reshape(10, 2), np.arange(10) % 2
     >>> data = from_arrays({"x": x, "y": y}, partition="iid", clients=2, test_fraction=0.2)
@@ -43,45 +46,63 @@ def from_arrays(
     ([4, 4], [1, 1])
     """
     arrays = {k: np.asarray(v) for k, v in arrays.items()}
+    test = None if test is None else {k: np.asarray(v) for k, v in test.items()}
     _check_columns(arrays, "train")
-    n = len(next(iter(arrays.values())))
     if test is not None:
-        if test_fraction is not None:
-            raise ValueError("give a test set or test_fraction, not both")
-        test = {k: np.asarray(v) for k, v in test.items()}
-        _check_columns(test, "test")
-        if set(test) != set(arrays):
-            raise ValueError(f"train has fields {sorted(arrays)}, test has {sorted(test)}: they must agree")
+        _check_test(arrays, test, test_fraction)
+    n = len(next(iter(arrays.values())))
     names: tuple[str, ...] = ()
     if partition == "natural":
-        if ids is None:
-            raise ValueError('partition = "natural" needs one id per row in ids; choose another partition otherwise')
-        if len(ids) != n:
-            raise ValueError(f"{len(ids)} ids for {n} rows")
-        if options:
-            raise ValueError(f'partition = "natural" takes no option {min(options)!r}')
-        parts, names = partitions.by_id(ids)
-        rng = np.random.default_rng(seed)
-        parts = [rng.permutation(p) for p in parts]
+        parts, names = _natural_parts(n, ids, seed, options)
     else:
         parts = partition_rows(n, arrays, partition=partition, label=label, seed=seed, **options)
 
-    info = {**(info or {}), "partition": {"name": partition, "seed": seed, **options}}
-    fields = {k: v for k, v in arrays.items() if k != "coarse"}
+    fields = _without_coarse(arrays)
     test_split = None
     if test is not None:
-        test_fields = {k: v for k, v in test.items() if k != "coarse"}
-        test_parts = (
-            partitions.match_labels(parts, arrays[label], test[label], seed=seed)
-            if label in arrays
-            else partitions.iid(len(next(iter(test.values()))), clients=len(parts), seed=seed)
-        )
-        test_split = Split.from_assignment(test_fields, test_parts, names)
+        if label in arrays:
+            test_parts = partitions.match_labels(parts, arrays[label], test[label], seed=seed)
+        else:
+            test_parts = partitions.iid(len(next(iter(test.values()))), clients=len(parts), seed=seed)
+        test_split = Split.from_assignment(_without_coarse(test), test_parts, names)
     elif test_fraction:
         parts, test_parts = partitions.hold_out(parts, fraction=test_fraction, seed=seed)
         test_split = Split.from_assignment(fields, test_parts, names)
-    train = Split.from_assignment(fields, parts, names)
-    return FederatedData(train=train, test=test_split, name=name, info=info, preprocess=preprocess)
+    return FederatedData(
+        train=Split.from_assignment(fields, parts, names),
+        test=test_split,
+        name=name,
+        info={**(info or {}), "partition": {"name": partition, "seed": seed, **options}},
+        preprocess=scaling_of(fields) if preprocess == "auto" else preprocess,
+    )
+
+
+def _check_test(arrays: Mapping[str, np.ndarray], test: Mapping[str, np.ndarray], test_fraction: float | None) -> None:
+    if test_fraction is not None:
+        raise ValueError("give a test set or test_fraction, not both")
+    _check_columns(test, "test")
+    if set(test) != set(arrays):
+        raise ValueError(f"train has fields {sorted(arrays)}, test has {sorted(test)}: they must agree")
+
+
+def _natural_parts(
+    n: int, ids: Sequence[object] | np.ndarray | None, seed: int, options: Mapping[str, Any]
+) -> tuple[partitions.Parts, tuple[str, ...]]:
+    """Rows grouped by id, shuffled within each client; and the clients' names."""
+    if ids is None:
+        raise ValueError('partition = "natural" needs one id per row in ids; choose another partition otherwise')
+    if len(ids) != n:
+        raise ValueError(f"{len(ids)} ids for {n} rows")
+    if options:
+        raise ValueError(f'partition = "natural" takes no option {min(options)!r}')
+    parts, names = partitions.by_id(ids)
+    rng = np.random.default_rng(seed)
+    return [rng.permutation(p) for p in parts], names
+
+
+def _without_coarse(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The fields that clients keep: coarse labels are for the Pachinko partition only."""
+    return {name: array for name, array in arrays.items() if name != "coarse"}
 
 
 def from_dataset(
@@ -135,7 +156,10 @@ def from_table(
 
 
 def _with_test(data: FederatedData, held: Split) -> FederatedData:
-    """Test clients in the train clients' order; those that never train are unseen, unless none of them trains."""
+    """Test clients in the train clients' order. Those that never train become the split ``unseen``.
+
+    If no test client trains, all of them stay in the split ``test``.
+    """
     place = {client: i for i, client in enumerate(held.ids)}
     if not any(client in place for client in data.train.ids):
         return replace(data, test=held)

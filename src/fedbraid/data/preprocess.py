@@ -35,7 +35,9 @@ __all__ = [
     "invert",
     "random_features",
     "scale",
+    "scaling_of",
     "standardize",
+    "unscaled_bytes",
 ]
 
 Batch = Mapping[str, Any]
@@ -74,6 +76,8 @@ def standardize(batch: Batch, key, train: bool, *, field: str = "x") -> dict:
 def crop_flip(batch: Batch, key, train: bool, *, size: int = 24, field: str = "x") -> dict:
     """A random ``size`` x ``size`` crop and horizontal flip of ``[B, H, W, ...]`` in training; the centre otherwise."""
     x = jnp.asarray(batch[field])
+    if x.ndim < 3:
+        raise ValueError(f"crop_flip crops images [B, H, W, ...], the field {field!r} has shape {x.shape}")
     height, width = x.shape[1] - size, x.shape[2] - size
     if height < 0 or width < 0:
         raise ValueError(f"crop_flip: size = {size} is larger than the images ({x.shape[1]} x {x.shape[2]})")
@@ -153,10 +157,36 @@ class Pipeline:
     def __call__(self, batch: Batch, key, train: bool) -> dict:
         for i, (name, options) in enumerate(self.steps):
             step_key = None if key is None else jax.random.fold_in(key, i)
-            batch = FUNCTIONS[name](batch, step_key, train, **dict(options))
+            try:
+                batch = FUNCTIONS[name](batch, step_key, train, **dict(options))
+            except KeyError as field:
+                have = ", ".join(sorted(batch))
+                raise ValueError(f"preprocessing {name!r} reads the field {field}; the data has {have}") from None
         return dict(batch)
 
 
 def pipeline(spec: Sequence[Mapping[str, Any]] | None) -> Pipeline | None:
     """A pipeline from its JSON form, None from nothing."""
     return Pipeline.of(*spec) if spec else None
+
+
+def scaling_of(arrays: Mapping[str, Any]) -> Pipeline | None:
+    """The pipeline of a set that says nothing of its own: ``x`` divided by 255 if it stores images as bytes.
+
+    >>> scaling_of({"x": np.zeros((5, 28, 28), np.uint8), "y": np.zeros(5, np.int32)}).spec()
+    [{'name': 'scale'}]
+    """
+    return Pipeline.of({"name": "scale"}) if _byte_images(arrays) else None
+
+
+def unscaled_bytes(split: Any) -> str | None:
+    """The field of a split that stores images as bytes while no preprocessing is named; None if there is no such."""
+    return "x" if split.preprocess is None and _byte_images(split.arrays) else None
+
+
+def _byte_images(arrays: Mapping[str, Any]) -> bool:
+    """Whether ``x`` looks like images (or vectors of pixels) in bytes; tokens have a label at each position."""
+    x, y = arrays.get("x"), arrays.get("y")
+    if x is None or getattr(x, "dtype", None) != np.uint8 or x.ndim < 2:
+        return False
+    return x.ndim >= 3 or y is None or y.ndim == 1

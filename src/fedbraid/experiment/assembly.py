@@ -1,42 +1,111 @@
-"""From a configuration to the things it names: data, model, algorithm, arrival."""
+"""From a configuration and a description of data to what a run needs: model, loss, metrics, algorithm, arrival.
+
+`assemble` is the only way from a configuration to these. Simulated runs, sweeps, comparisons, diagnoses and deployed
+federations all call it, so that the same configuration means the same program everywhere.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import inspect
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
+import jax
+
+import fedbraid
 from fedbraid import address, algorithms, transforms
 from fedbraid.core import Algorithm
 from fedbraid.data.catalog import CATALOG
 from fedbraid.data.catalog import load as load_data
+from fedbraid.data.description import DataDescription
 from fedbraid.data.federated import FederatedData
+from fedbraid.data.preprocess import Pipeline, unscaled_bytes
 from fedbraid.data.store import is_store
 from fedbraid.experiment.config import Config, ConfigError, Named, options_of, unknown
 from fedbraid.metric import Metrics, as_metrics
 from fedbraid.models import MODELS, Model
 from fedbraid.models import build as build_model
+from fedbraid.notices import notice
 from fedbraid.simulation import arrival
 
-__all__ = ["Experiment", "assemble", "build", "build_algorithm", "load_named"]
+__all__ = ["Experiment", "assemble", "build", "load_named"]
+
+PyTree = Any
 
 
-class Experiment(NamedTuple):
-    """What a configuration names, ready to run."""
+@dataclass(frozen=True)
+class Experiment:
+    """What a configuration names, ready to run.
+
+    examples: the data itself, where there is any: a deployed federation has its description alone.
+    """
 
     config: Config
-    data: FederatedData
+    description: DataDescription
     model: Model
-    params: Any
-    loss: Callable  # the model's, after the data's preprocessing
-    metrics: Metrics
     algorithm: Algorithm
     arrival: Callable
+    examples: FederatedData | None = None
+
+    @property
+    def data(self) -> FederatedData:
+        """The data that the experiment was assembled on."""
+        if self.examples is None:
+            raise ValueError("this experiment was assembled from a description of its data, without the data")
+        return self.examples
+
+    @property
+    def loss(self) -> Callable:
+        """The model's ``(params, batch, key) -> scalar``, on preprocessed batches."""
+        return self.model.loss
+
+    @property
+    def metrics(self) -> Metrics:
+        """The model's ``(params, batch) -> {name: (sums, weights)}``, on preprocessed batches, as declared."""
+        return as_metrics(self.model.metrics)
+
+    @functools.cached_property
+    def params(self) -> PyTree:
+        """The parameters that a run starts from, drawn from the configuration's seed."""
+        return self.model.init(address.init_key(self.config.seed))
+
+    @functools.cached_property
+    def shapes(self) -> PyTree:
+        """Shapes and dtypes of the parameters; none are drawn."""
+        return jax.eval_shape(self.model.init, address.init_key(self.config.seed))
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A hash of all that decides what clients compute: the configuration and the data description.
+
+        No program is traced for it. Two machines with the same digest run the same client programs, if the modules that
+        a configuration names by ``module:attribute`` are the same on both.
+        """
+        told = self.description
+        decides = self.config.model_dump(mode="json", include={"model", "algorithm", "transforms"})
+        decides["fields"] = {name: [list(f.shape), str(f.dtype)] for name, f in told.fields.items()}
+        decides |= {"classes": told.classes, "population": told.population, "preprocess": steps_of(told)}
+        decides["version"] = fedbraid.__version__
+        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def steps_of(description: DataDescription) -> list[dict[str, Any]]:
+    """The preprocessing as plain values, to be written into a file."""
+    prepare = description.preprocess
+    if prepare is not None and not isinstance(prepare, Pipeline):
+        raise ConfigError(
+            f"data {description.name!r}: its preprocessing is a function of its own and cannot be written down; sites "
+            "need a Pipeline of named functions (fedbraid.data.preprocess)"
+        )
+    return [] if prepare is None else prepare.spec()
 
 
 def build(config: Config) -> Experiment:
-    """Make everything that ``config`` names, or say what is wrong with it."""
+    """Load the data that ``config`` names and assemble the rest on it, or say what is wrong with the configuration."""
     return assemble(config, load_named(config))
 
 
@@ -45,6 +114,13 @@ def load_named(config: Config) -> FederatedData:
     _check_names(config)
     data = _named("data", config.data, lambda **options: load_data(config.data.name, **options))
     data.check()
+    if field := unscaled_bytes(data.train):
+        notice(
+            f"data {data.name!r}: the field {field!r} stores bytes and no preprocessing is named, so that models read "
+            'numbers from 0 to 255. If these are images, write preprocess = [{name = "scale"}] under [data] of the '
+            "configuration (or --set 'data.preprocess=[{name=\"scale\"}]'), which divides them by 255; if they are "
+            'tokens, [{name = "integers"}]; to keep them as they are, [{name = "scale", factor = 1.0}]'
+        )
     if not config.attack.share:
         return data
     try:
@@ -53,36 +129,49 @@ def load_named(config: Config) -> FederatedData:
         raise ConfigError(f"attack.share: {error}") from error
 
 
-def assemble(config: Config, data: FederatedData) -> Experiment:
-    """What ``config`` names, on data that is there already; options that are rates may be traced."""
+def assemble(config: Config, about: DataDescription | FederatedData) -> Experiment:
+    """Model, algorithm and arrival that ``config`` names, for data that is described or at hand.
+
+    Options that are rates may be traced. An algorithm whose factory asks for ``data`` needs the data itself: given a
+    description alone it is refused.
+
+    >>> from fedbraid.data.catalog import load
+    >>> tiny = Config(model={"name": "softmax_regression"}, cohort="all")
+    >>> assemble(tiny, load("digits", clients=3).description).shapes["w"].shape
+    (64, 10)
+    """
     _check_names(config)
-    population = data.train.num_clients
+    data = about if isinstance(about, FederatedData) else None
+    description = about.description if isinstance(about, FederatedData) else about
+    population = description.population
     if config.cohort != "all" and config.cohort > population:
         raise ConfigError(
             f'cohort = {config.cohort}: the data has {population} clients; set cohort to at most that, or to "all"'
         )
+    shapes = _named("data", config.data, lambda **_: description.shapes)
     model = _named(
         "model",
         config.model,
-        lambda **options: build_model(config.model.name, data.shapes, data.info.get("classes"), **options),
+        lambda **options: build_model(config.model.name, shapes, description.classes, **options),
     )
-    loss, metrics = model.loss, as_metrics(model.metrics)
-    outputs: Callable = lambda params, batch: model.predict(params, batch["x"])  # noqa: E731
-    if data.preprocess is not None:
-        prepare = data.preprocess
-        loss = lambda params, batch, key: model.loss(params, prepare(batch, key, True), key)  # noqa: E731
-        metrics = metrics.through(lambda f: lambda params, batch: f(params, prepare(batch, None, False)))
-        outputs = lambda params, batch: model.predict(params, prepare(batch, None, False)["x"])  # noqa: E731
-    params = model.init(address.init_key(config.seed))
-    context = {"loss": loss, "outputs": outputs, "data": data.train, "population": population, "params": params}
-    algorithm = build_algorithm(config, context)
-    if config.attack.share:  # over all that honest clients do
+    context: dict[str, Callable[[], Any]] = {
+        "loss": lambda: model.loss,
+        "outputs": lambda: lambda params, batch: model.predict(params, batch["x"]),
+        "population": lambda: population,
+        "params": lambda: model.init(address.init_key(config.seed)),
+    }
+    if data is not None:
+        context["data"] = lambda: data.train
+    else:
+        _refuse_without_data(config)
+    algorithm = _build_algorithm(config, context)
+    if config.attack.share:  # outermost: it replaces the whole upload of an honest client
         algorithm = transforms.attack(algorithm, factor=config.attack.factor)
-    return Experiment(config, data, model, params, loss, metrics, algorithm, _arrival(config))
+    return Experiment(config, description, model, algorithm, _arrival(config), data)
 
 
-def build_algorithm(config: Config, context: dict[str, Any]) -> Algorithm:
-    """The algorithm under its transforms. ``context`` is what factories may ask for by name beside their options."""
+def _build_algorithm(config: Config, context: Mapping[str, Callable[[], Any]]) -> Algorithm:
+    """The algorithm under its transforms. ``context`` makes what factories may ask for by name beside their options."""
     factory = algorithms.ALGORITHMS[config.algorithm.name]
     algorithm = _call("algorithm", factory, config.algorithm, context, {})
     for i, named in enumerate(config.transforms):
@@ -91,9 +180,21 @@ def build_algorithm(config: Config, context: dict[str, Any]) -> Algorithm:
     return algorithm
 
 
-def _call(section: str, factory: Callable, named: Named, context: dict[str, Any], fixed: dict[str, Any]) -> Any:
+def _refuse_without_data(config: Config) -> None:
+    if config.attack.share:
+        raise ConfigError("[attack] is for simulations, where some clients are told to lie; leave the section out")
+    factories = [(config.algorithm.name, algorithms.ALGORITHMS[config.algorithm.name])]
+    factories += [(named.name, transforms.TRANSFORMS[named.name]) for named in config.transforms]
+    for name, factory in factories:
+        if "data" in inspect.signature(factory).parameters:
+            raise ConfigError(f"{name!r} reads the data of all clients together, which no machine of a federation has")
+
+
+def _call(
+    section: str, factory: Callable, named: Named, context: Mapping[str, Callable[[], Any]], fixed: Mapping[str, Any]
+) -> Any:
     parameters = inspect.signature(factory).parameters
-    offered = {key: value for key, value in context.items() if key in parameters} | fixed
+    offered = {key: make() for key, make in context.items() if key in parameters} | dict(fixed)
     options = options_of(factory, skip=tuple(offered))
     for key in named.options:
         if key not in options:
@@ -137,9 +238,3 @@ def _arrival(config: Config) -> Callable:
         return late
     lost = arrival.bernoulli(given.drop)
     return arrival.both(lost, late)
-
-
-def states_in(config: Config) -> Any:
-    """Where client states are kept, as ``simulate`` takes it: a word or a folder."""
-    word = config.engine.states_in
-    return word if word in ("auto", "device", "host") else Path(word)

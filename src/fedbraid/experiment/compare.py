@@ -37,12 +37,13 @@ from fedbraid.experiment.config import Config, ConfigError, dump
 from fedbraid.experiment.drift import trace_drift
 from fedbraid.experiment.figures import draw_curves, save, series
 from fedbraid.experiment.lab import Lab, hold_out_validation
-from fedbraid.experiment.many import Outcome, Together, measured, with_values
+from fedbraid.experiment.points import measured, points_program, with_values
 from fedbraid.experiment.summary import summarize_run
 from fedbraid.experiment.sweep import check_folder
 from fedbraid.experiment.trials import Criterion, Trials, pick_metric
 from fedbraid.experiment.tuning import News, tune
-from fedbraid.metric import Metric
+from fedbraid.metric import Metric, declared_by
+from fedbraid.simulation.points import Points, PointsResult
 
 __all__ = ["run_comparison"]
 
@@ -196,24 +197,24 @@ def _finals(
 ) -> list[Final]:
     """Run a tuned method at every seed on all training data; runs that are in the folder already are only read."""
     seeds = range(config.seed, config.seed + comparison.settings.seeds)
-    program: Together | None = None
+    program: Points | None = None
     finals = []
     for seed in seeds:
         place = folder / f"seed-{seed}"
         if not (place / runfolder.SUMMARY).is_file():
             if program is None:
-                program = Together(config, data, (), points=1, seeds=seeds, test=data.test)
+                program = points_program(config, data, (), points=1, seeds=seeds, test=data.test)
             if tell is not None:
                 tell(News((seed - seeds[0]) / len(seeds), 0, 0, None, None, f"testing, seed {seed}"))
             outcome = program.run([{}], seed=seed, rounds=config.rounds)
-            _write_run(place, with_values(config, {"seed": seed}), outcome, program.base.metrics.declared)
+            _write_run(place, with_values(config, {"seed": seed}), outcome, declared_by(program.base.metrics))
         summary = runfolder.read_summary(place)
         table, clients = runfolder.read_metrics(place), runfolder.read_clients(place)
         finals.append(Final(seed, table, clients, summary.diverged))
     return finals
 
 
-def _write_run(place: Path, config: Config, outcome: Outcome, declared: Sequence[Metric]) -> None:
+def _write_run(place: Path, config: Config, outcome: PointsResult, declared: Sequence[Metric]) -> None:
     """Write the run folder of an outcome with one point."""
     place.mkdir(parents=True, exist_ok=True)
     (place / runfolder.CONFIG).write_text(dump(config))

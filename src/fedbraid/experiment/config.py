@@ -7,6 +7,7 @@ what is allowed, and the nearest valid name.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 import json
@@ -15,13 +16,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedbraid.local import LocalOptions
-from fedbraid.lowering.convolutions import Convolutions
-from fedbraid.lowering.grown import Matrices
-from fedbraid.lowering.precision import Precision
-from fedbraid.simulation.plan import check_chunk
+from fedbraid.simulation.options import EngineOptions
 
 __all__ = [
     "Config",
@@ -80,19 +78,6 @@ class Evaluation(_Section):
     every: Annotated[int, Field(ge=1)] = 10
 
 
-class Engine(_Section):
-    """How it is computed; results do not depend on it beyond rounding."""
-
-    plan: Literal["auto", "sequential", "chunks", "lanes"] = "auto"
-    chunk: Annotated[int | Literal["auto", "tuned"], BeforeValidator(check_chunk)] = "auto"
-    devices: Annotated[int, Field(ge=1)] | None = None
-    data_in: Literal["auto", "device", "host"] = "auto"
-    states_in: str = "auto"
-    convolutions: Convolutions = "fast"
-    precision: Precision = "default"
-    matrices: Matrices = "auto"
-
-
 class Checkpoint(_Section):
     every: Annotated[int, Field(ge=1)] = 50
 
@@ -110,7 +95,7 @@ class Config(_Section):
     arrival: Arrival = Arrival()
     attack: Attack = Attack()
     evaluation: Evaluation = Evaluation()
-    engine: Engine = Engine()
+    engine: EngineOptions = EngineOptions()
     checkpoint: Checkpoint = Checkpoint()
 
 
@@ -196,6 +181,8 @@ def _apply(tree: dict[str, Any], setting: str) -> None:
 def _fields_at(model: Any, location: Sequence[Any]) -> list[str]:
     for part in location:
         annotation = model.model_fields[part].annotation if part in getattr(model, "model_fields", {}) else None
+        if dataclasses.is_dataclass(annotation):
+            return [field.name for field in dataclasses.fields(annotation)]
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return []
         model = annotation
@@ -206,7 +193,7 @@ def _sentence(error: Mapping[str, Any], model: type[BaseModel], section: str) ->
     location = [part for part in error["loc"] if isinstance(part, str | int)]
     before = [section] if section else []
     key = ".".join(map(str, [*before, *location]))
-    if error["type"] == "extra_forbidden":
+    if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):  # of a section, of engine options
         parent = ".".join(map(str, [*before, *location[:-1]]))
         return unknown(f"key in [{parent}]" if parent else "key", str(location[-1]), _fields_at(model, location[:-1]))
     given = json.dumps(error["input"], default=str)

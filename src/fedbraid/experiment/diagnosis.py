@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -520,7 +520,7 @@ def _probe(
     rng = np.random.default_rng(0)
     some = np.sort(rng.choice(split.num_clients, min(40, split.num_clients), replace=False))
     seen = Split.from_clients([{k: a[:200] for k, a in split.client(int(i)).items()} for i in some])
-
+    seen = replace(seen, preprocess=split.preprocess)
     scores = evaluator(made.metrics, seen)
 
     def mean_loss(x: Any) -> float:

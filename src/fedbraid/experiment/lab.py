@@ -17,9 +17,10 @@ from fedbraid.data.partition import hold_out
 from fedbraid.experiment import search
 from fedbraid.experiment.assembly import assemble, load_named
 from fedbraid.experiment.config import Config, ConfigError, sentences
-from fedbraid.experiment.many import Outcome, Point, Together, measured, traceable, with_values
+from fedbraid.experiment.points import Point, measured, points_program, traceable, with_values
 from fedbraid.experiment.trials import Criterion, Row, pick_metric
 from fedbraid.metric import Better, is_client_column
+from fedbraid.simulation.points import Points, PointsResult
 
 __all__ = ["Lab", "SweepSettings", "hold_out_validation", "parse_settings"]
 
@@ -122,7 +123,7 @@ class Lab:
         tuned_on = self.data_of(first)
         self.criterion = self._criterion(first, tuned_on)
         self.traced = traceable(first, tuned_on, values)
-        self.programs: dict[Any, Together] = {}
+        self.programs: dict[Any, Points] = {}
         self.compiled = 0
 
     def _criterion(self, config: Config, data: FederatedData) -> Criterion:
@@ -191,7 +192,7 @@ class Lab:
     def _static(self, point: Point) -> str:
         return json.dumps({key: value for key, value in point.items() if key not in self.traced}, default=str)
 
-    def program(self, points: Sequence[Point]) -> Together:
+    def program(self, points: Sequence[Point]) -> Points:
         """A program for these points: a compiled one if it takes between half and twice as many at a time."""
         static = self._static(points[0])
         for (known, _), program in self.programs.items():
@@ -201,7 +202,7 @@ class Lab:
             self.programs.pop(next(iter(self.programs)))
         config = with_values(self.config, points[0])
         data, most = self.data_of(config), self.settings.at_once
-        made = Together(
+        made = points_program(
             config,
             data,
             self.traced,
@@ -215,7 +216,7 @@ class Lab:
         self.compiled += 1
         return made
 
-    def row(self, i: int, point: Point, seed: int, outcome: Outcome, j: int, status: str, together: int) -> Row:
+    def row(self, i: int, point: Point, seed: int, outcome: PointsResult, j: int, status: str, together: int) -> Row:
         """The row of point ``i`` at a seed, which is number ``j`` of the ``together`` points of ``outcome``."""
         criterion = self.criterion
         diverged = bool(outcome.diverged[j])

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from fedbraid.experiment import runfolder
-from fedbraid.experiment.assembly import Experiment, build, states_in
+from fedbraid.experiment.assembly import Experiment, build
 from fedbraid.experiment.config import Config, dump
 from fedbraid.experiment.figures import draw_run, save
 from fedbraid.experiment.summary import RunSummary, has_diverged, summarize_run
@@ -70,7 +70,7 @@ def run_config(
 
 
 def _simulate(experiment: Experiment, saved: Path, resume: bool, on_progress: Callable) -> Result:
-    config, engine = experiment.config, experiment.config.engine
+    config = experiment.config
     result = simulate(
         experiment.algorithm,
         experiment.params,
@@ -81,14 +81,7 @@ def _simulate(experiment: Experiment, saved: Path, resume: bool, on_progress: Ca
         metrics=experiment.metrics if experiment.data.test is not None else None,
         eval_every=config.evaluation.every,
         arrival=experiment.arrival,
-        plan=engine.plan,
-        chunk=engine.chunk,
-        devices=engine.devices,
-        data_in=engine.data_in,
-        convolutions=engine.convolutions,
-        precision=engine.precision,
-        matrices=engine.matrices,
-        states_in=states_in(config),
+        engine=config.engine,
         checkpoints=Checkpoints(saved, config.checkpoint.every, resume and saved.is_dir() and any(saved.iterdir())),
         on_progress=on_progress,
     )
@@ -131,7 +124,6 @@ def _engine(result: Result) -> dict[str, Any]:
         "local_steps": info.steps,
         "masked_share": info.masked_share,
         "imbalance": info.imbalance,
-        "tuning": info.tuning and info.tuning._asdict(),
     }
 
 

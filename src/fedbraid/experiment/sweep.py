@@ -23,7 +23,7 @@ import fedbraid
 from fedbraid.experiment.config import Config, ConfigError, dump, parse, read_tree
 from fedbraid.experiment.figures import save
 from fedbraid.experiment.lab import Lab, SweepSettings, parse_settings
-from fedbraid.experiment.many import with_values
+from fedbraid.experiment.points import with_values
 from fedbraid.experiment.trials import Trials
 from fedbraid.experiment.tuning import News, tune
 from fedbraid.experiment.tuningplot import draw_tuning

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedbraid.experiment.config import ConfigError
-from fedbraid.experiment.many import Outcome
 from fedbraid.metric import Better, Metric, metric_of_column
+from fedbraid.simulation.points import PointsResult
 
 __all__ = ["Criterion", "Row", "Trials", "best_point", "judged_by", "pick_metric", "read_trials", "write_trials"]
 
@@ -55,15 +55,15 @@ class Criterion(NamedTuple):
         reached = self.metric.reached(values, self.target)
         return int(rounds[np.argmax(reached)]) if reached.any() else None
 
-    def score(self, outcome: Outcome, j: int) -> float:
+    def score(self, outcome: PointsResult, j: int) -> float:
         """The score of point ``j``."""
         return self.score_of(*self._curve(outcome, j), outcome.rounds)
 
-    def rounds_to_target(self, outcome: Outcome, j: int) -> int | None:
+    def rounds_to_target(self, outcome: PointsResult, j: int) -> int | None:
         """The first (evaluated) round at which point ``j`` is at the target; None if it never was."""
         return self.first_round(*self._curve(outcome, j))
 
-    def _curve(self, outcome: Outcome, j: int) -> tuple[np.ndarray, np.ndarray]:
+    def _curve(self, outcome: PointsResult, j: int) -> tuple[np.ndarray, np.ndarray]:
         name = self.metric.name
         if name in outcome.history:
             return np.arange(1, outcome.rounds + 1), outcome.history[name][j]

@@ -15,8 +15,9 @@ import numpy as np
 
 from fedbraid.experiment import search
 from fedbraid.experiment.lab import TRIES, Lab
-from fedbraid.experiment.many import Outcome, Point, Together
+from fedbraid.experiment.points import Point
 from fedbraid.experiment.trials import Row, Trials, best_point
+from fedbraid.simulation.points import Points, PointsResult
 
 __all__ = ["News", "all_points", "tune"]
 
@@ -91,7 +92,7 @@ class _Bracket(NamedTuple):
 
     points: dict[int, Point]
     have: dict[tuple[int, int], Row]  # by point and seed: rows that were in the file before
-    kept: dict[tuple[int, int], Outcome]  # by point and seed: where to go on from at the next rung
+    kept: dict[tuple[int, int], PointsResult]  # by point and seed: where to go on from at the next rung
     marks: list[int]  # the rounds of the rungs
 
 
@@ -171,7 +172,7 @@ class _Work:
         return on
 
     def _chunk(
-        self, program: Together, bracket: _Bracket, ids: list[int], seed: int, rounds: int, *, keep: bool
+        self, program: Points, bracket: _Bracket, ids: list[int], seed: int, rounds: int, *, keep: bool
     ) -> list[Row]:
         """Run some points at one seed as one program; ``keep`` keeps their models for the next rung."""
         points, kept = bracket.points, bracket.kept
@@ -213,7 +214,7 @@ class _Work:
         self.on_news(News(done, len(rows), diverged, best["best"], best["score"], doing))
 
 
-def _together(outcomes: Sequence[Outcome]) -> Outcome:
+def _together(outcomes: Sequence[PointsResult]) -> PointsResult:
     """Outcomes of single points as one."""
     import jax
 

@@ -9,24 +9,25 @@ except ImportError as error:
     raise ImportError("fedbraid.flower needs Flower: pip install 'fedbraid[flower]'") from error
 
 from fedbraid.flower.client import client_app
+from fedbraid.flower.federation import Federation, federation_client_app, federation_server_app, load_federation
 from fedbraid.flower.identity import fingerprint, schema_of
 from fedbraid.flower.inprocess import InProcessGrid
-from fedbraid.flower.plan import Plan, load_plan, plan_server_app
 from fedbraid.flower.policy import Policy, TooFewError
 from fedbraid.flower.rounds import Round
 from fedbraid.flower.server import Served, serve, server_app
 
 __all__ = [
+    "Federation",
     "InProcessGrid",
-    "Plan",
     "Policy",
     "Round",
     "Served",
     "TooFewError",
     "client_app",
+    "federation_client_app",
+    "federation_server_app",
     "fingerprint",
-    "load_plan",
-    "plan_server_app",
+    "load_federation",
     "schema_of",
     "serve",
     "server_app",

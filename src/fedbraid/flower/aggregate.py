@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbraid import address
-from fedbraid.core import Aggregate, Algorithm, Exchange
+from fedbraid.core import Algorithm, Exchange
+from fedbraid.simulation.tally import server_step
 
 __all__ = ["Aggregator", "Upload"]
 
@@ -42,9 +43,7 @@ class Aggregator:
         self._add = jax.jit(partial(jax.tree.map, jnp.add))
 
         def receive(server: PyTree, combined: PyTree, weight: Any, count: Any, key: Any) -> PyTree:
-            up = exchange.reducer.finish(combined, weight, count)
-            total = Aggregate(up, jnp.sum(weight), count, jnp.asarray(population))
-            return exchange.receive(server, total, address.server_key(key))
+            return server_step(exchange, server, combined, weight, count, population, key)
 
         self._receive = jax.jit(receive)
 

@@ -11,8 +11,8 @@ from flwr.app import Context, RecordDict
 from flwr.common.config import parse_config_args
 
 from fedbraid.flower.evaluate import rows_of
+from fedbraid.flower.federation import load_federation
 from fedbraid.flower.identity import check_data
-from fedbraid.flower.plan import load_plan
 from fedbraid.flower.project import PACKAGE, package_of
 
 __all__ = ["check_site"]
@@ -20,7 +20,7 @@ __all__ = ["check_site"]
 
 def check_site(app: Path, node_config: str = "") -> dict[str, Any]:
     """What ``load_data`` of the app gives under a node config, in numbers; a ValueError if it does not fit."""
-    plan = load_plan(package_of(app))
+    federation = load_federation(package_of(app))
     sys.path.insert(0, str(app.resolve()))
     try:
         client = importlib.import_module(f"{PACKAGE}.client")
@@ -35,9 +35,9 @@ def check_site(app: Path, node_config: str = "") -> dict[str, Any]:
     for name, loader, count in (("examples", "load_data", check_data), ("test_examples", "load_test", rows_of)):
         load = getattr(client, loader, lambda context: None)  # an older app has no load_test
         try:
-            found[name] = count(plan.schema, load(context))  # pyright: ignore[reportArgumentType]
+            found[name] = count(federation.schema, load(context))  # pyright: ignore[reportArgumentType]
         except OSError as error:
             raise ValueError(f"{loader} cannot read the data: {error}") from None
         except ValueError as error:
             raise ValueError(f"{loader}: {error}") from None
-    return {**found, "fingerprint": plan.fingerprint}
+    return {**found, "fingerprint": federation.fingerprint}

@@ -16,6 +16,7 @@ from flwr.clientapp import ClientApp
 import fedbraid
 from fedbraid import address
 from fedbraid.core import Algorithm, Report
+from fedbraid.data.description import Preprocess
 from fedbraid.flower import wire
 from fedbraid.flower.compiled import CACHE_DIR, use_cache
 from fedbraid.flower.evaluate import batches_of, rows_of, sums_program
@@ -58,19 +59,22 @@ def client_app(
     params: PyTree,
     load_data: LoadData,
     *,
+    preprocess: Preprocess | None = None,
     metrics: Callable | None = None,
     load_test: LoadTest | None = None,
     fingerprint: str | None = None,
     cache: bool = True,
 ) -> ClientApp:
-    """The ClientApp of an algorithm: the same object that :func:`fedbraid.simulation` runs.
+    """The ClientApp of an algorithm: the same object that :func:`fedbraid.simulate` runs.
 
     Args:
         alg: the algorithm. Each of its exchanges is an action, ``train.<name>``.
         params: the model's parameters, or their shapes: values come from the server.
         load_data: (context) -> the site's own arrays, one row an example, as the server's schema asks.
-        metrics: ``(params, batch) -> {name: (sums, weights)}``, as :func:`fedbraid.simulate` takes them: what the node
-            computes on its own test data when the server asks for it. Sums and counts are all that it answers.
+        preprocess: from a batch of these arrays to the batch that the loss reads (``FederatedData.preprocess``), the
+            same on the server.
+        metrics: ``(params, batch) -> {name: (sums, weights)}``, as :func:`fedbraid.simulate` takes them. The node
+            computes them on its own test data when the server asks, and answers with sums and counts only.
         load_test: (context) -> the site's own test arrays, with the same fields; None if it has none.
         fingerprint: a name of your own for what is computed, the same on the server; by default a digest of the
             client programs.
@@ -87,10 +91,10 @@ def client_app(
     if not callable(load_data):
         raise ValueError(f"load_data must be a function of the node's context, got {load_data!r}")
     if (metrics is None) != (load_test is None):
-        raise ValueError("metrics and load_test go together: the one is evaluated on what the other loads")
-    site = _Site(alg, params, load_data, fingerprint, cache)
+        raise ValueError("metrics and load_test go together: the metrics are evaluated on what load_test loads")
+    site = _Site(alg, params, load_data, preprocess, fingerprint, cache)
     if metrics is not None and load_test is not None:
-        site.load_test, site.sums = load_test, jax.jit(sums_program(metrics))
+        site.load_test, site.sums = load_test, jax.jit(sums_program(metrics, preprocess))
     app = ClientApp()
     app.query(wire.HELLO)(site.guard(site.hello))
     app.evaluate()(site.guard(site.test))
@@ -100,14 +104,23 @@ def client_app(
 
 
 class StateLostError(ValueError):
-    """The state that a client should start from is not on this node."""
+    """This node does not hold the state that a client should start from."""
 
 
 class _Site:
-    """What a process of a node knows: the algorithm and how to load its data. All else comes with the message."""
+    """What a process of a node knows: the algorithm and how to load its data. The rest comes with each message."""
 
-    def __init__(self, alg: Algorithm, params: PyTree, load_data: LoadData, name: str | None, cache: bool) -> None:
+    def __init__(
+        self,
+        alg: Algorithm,
+        params: PyTree,
+        load_data: LoadData,
+        preprocess: Preprocess | None,
+        name: str | None,
+        cache: bool,
+    ) -> None:
         self.alg, self.load_data, self.name, self.cache = alg, load_data, name, cache
+        self.preprocess = preprocess
         self.load_test: LoadTest = lambda context: None
         self.sums: Callable = lambda *given: {}
         self.params = shapes_of(params)
@@ -129,7 +142,7 @@ class _Site:
         return layout_of(jax.eval_shape(self.alg.params, jax.eval_shape(self.alg.init, self.params)))
 
     def guard(self, handle: Callable[[Message, Context], Message]) -> Callable[[Message, Context], Message]:
-        """What the user or the other side did wrong becomes an answer with the reason; a fault stays an exception."""
+        """Mistakes of the user or of the server (ValueError) are answered with the reason; other errors propagate."""
 
         def handler(message: Message, context: Context) -> Message:
             if self.cache:
@@ -146,25 +159,25 @@ class _Site:
     def data(self, context: Context, schema: Schema) -> tuple[ClientData, int]:
         arrays = self.load_data(context)
         rows = check_data(schema, arrays)
-        return client_data(arrays, rows), rows
+        return client_data(arrays, rows, self.preprocess), rows
 
     def fingerprint(self, schema: Schema) -> str:
         if self.name is not None:
             return self.name
         text = schema_to_json(schema)
         if text not in self.prints:
-            self.prints[text] = fingerprint(self.alg, self.params, schema)
+            self.prints[text] = fingerprint(self.alg, self.params, schema, self.preprocess)
         return self.prints[text]
 
     def layouts_for(self, text: str) -> str:
         if text not in self.layouts:
-            messages = messages_of(self.alg, self.params, schema_from_json(text))
+            messages = messages_of(self.alg, self.params, schema_from_json(text), self.preprocess)
             pairs = [[json.loads(m.down.to_json()), json.loads(m.up.to_json())] for m in messages]
             self.layouts[text] = json.dumps(pairs)
         return self.layouts[text]
 
     def fingerprint_for(self, context: Context, run: str, text: str) -> str:
-        """This node's fingerprint; remembered in its context, because finding it takes a trace of the programs."""
+        """This node's fingerprint; cached in its context, because it takes tracing the programs."""
         key = f"fedbraid/{run}/fingerprint"
         known = context.state.config_records.get(key)
         if known is not None and known.get("schema") == text:
@@ -183,7 +196,7 @@ class _Site:
         return mine
 
     def hello(self, message: Message, context: Context) -> Message:
-        """Before the first round: does this site's data fit, and does it run what the server runs?"""
+        """Before the first round: check that this site's data fit and that it runs what the server runs."""
         greeting = read_plain(message, Greeting)
         schema = schema_from_json(greeting.schema)
         number = _number(context, greeting)
@@ -193,8 +206,8 @@ class _Site:
         if self.state_layout.leaves:
             states = states_of(context, greeting.run, number)
             if greeting.first not in states.held():
-                # made from the server's own parameters, so that both mean the same bits; made even where other states
-                # are, because only the server knows whether the one that it needs is among them
+                # Made from the server's own parameters, so that both have the same bits. Made even if the node holds
+                # other states, because only the server knows whether the one that it needs is among them.
                 params = read_records(layout_of(self.params), wire.arrays_in(message))
                 states.write(greeting.first, pack(jax.jit(self.alg.init_client)(params)))
             held = states.held()
@@ -209,10 +222,10 @@ class _Site:
         return Message(content(presence), reply_to=message)
 
     def work(self, index: int, message: Message, context: Context) -> Message:
-        """One exchange: the upload goes out, the state it leads to stays here until the server says it was taken in."""
+        """One exchange: send the upload; keep its new state here until the server says that the upload counted."""
         order = read_plain(message, Order)
         if order.exchange != index:
-            raise ValueError(f"exchange {order.exchange} was ordered under the name of exchange {index}")
+            raise ValueError(f"the order names exchange {order.exchange}, its action is that of exchange {index}")
         self.check_fingerprint(context, order.run, order.schema, order.fingerprint)
         down = read_records(self.down_layouts[index], wire.arrays_in(message))
         data, _ = self.data(context, schema_from_json(order.schema))
@@ -228,7 +241,7 @@ class _Site:
         return Message(content(answer, records(report.up), metrics), reply_to=message)
 
     def test(self, message: Message, context: Context) -> Message:
-        """The server's model on this site's own test data: sums and counts go out, and nothing else."""
+        """Test the server's model on this site's own test data: send sums and counts, and nothing else."""
         asked = read_plain(message, Question)
         self.check_fingerprint(context, asked.run, asked.schema, asked.fingerprint)
         arrays = self.load_test(context)
@@ -252,14 +265,14 @@ class _Site:
         return unpack(self.state_layout, buffers)
 
 
-def client_data(arrays: Mapping[str, Any], rows: int) -> ClientData:
+def client_data(arrays: Mapping[str, Any], rows: int, preprocess: Preprocess | None = None) -> ClientData:
     """A site's arrays as its client functions take them."""
     room = room_for(rows)
-    return ClientData(padded(arrays, rows, room), np.int32(0), np.int32(rows), room)
+    return ClientData(padded(arrays, rows, room), np.int32(0), np.int32(rows), room, preprocess)
 
 
 def _layout_for(numbers: PyTree, expected: str) -> tuple[str, str]:
-    """The digest of a message's layout, and the layout itself only if it is not the expected one."""
+    """The digest of a message's layout, and the layout itself only if it differs from the expected one."""
     layout = layout_of(numbers)
     return layout.digest, "" if layout.digest == expected else layout.to_json()
 

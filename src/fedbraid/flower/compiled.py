@@ -1,4 +1,4 @@
-"""Compile once: Flower starts a process for every message, so a node keeps what was compiled on its disk."""
+"""The compilation cache of a node: Flower starts a process for every message, so compiled programs are kept on disk."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ CACHE_DIR = "cache-dir"  # the key in a node's config
 
 
 def default_cache() -> Path:
-    """Beside Flower's own files."""
+    """The default folder, beside Flower's own files."""
     home = os.environ.get("FLWR_HOME")
     return (Path(home) if home else Path.home() / ".flwr") / "fedbraid-compiled"
 
 
 def use_cache(folder: Path | str | None = None) -> Path | None:
-    """Keep compiled programs in ``folder``, however small and quick to compile, unless the process already keeps them.
+    """Keep all compiled programs in ``folder``, small ones too, unless the process has a compilation cache already.
 
-    Returns the folder in use. An empty string turns it off.
+    Returns the folder in use. An empty string turns the cache off.
     """
     if folder == "":
         return None
@@ -30,7 +30,7 @@ def use_cache(folder: Path | str | None = None) -> Path | None:
     place = Path(folder).expanduser() if folder else default_cache()
     place.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(place))
-    # jax keeps only what took a second to compile; here every program is wanted again by the next message's process
+    # by default jax keeps only programs that took a second to compile; the next message's process needs all of them
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return place

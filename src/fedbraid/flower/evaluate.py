@@ -1,7 +1,7 @@
-"""Evaluation on the clients' own test data: a node answers a model with sums and counts, and nothing else.
+"""Evaluation on the clients' own test data: a node sends sums and counts of the metrics, and nothing else.
 
-The node computes with the simulator's own reductions (:mod:`fedbraid.simulation.evaluate`), and so does the server with
-what the nodes send: on the same data and model, a deployed run has the columns and the values of a simulated one.
+Node and server use the simulator's own reductions (:mod:`fedbraid.simulation.evaluate`). On the same data and model, a
+deployed run therefore has the columns and the values of a simulated one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbraid.core import check_count
+from fedbraid.data.description import Preprocess
 from fedbraid.data.federated import Split
 from fedbraid.flower.identity import Schema, check_data, shapes_of
 from fedbraid.flower.rows import padded
@@ -38,7 +39,7 @@ Sums = Mapping[str, Any]
 
 
 def check_evaluation(metrics: Callable | None, evaluate_clients: int | None, population: int) -> None:
-    """Refuse a number of clients to evaluate that there are not, or that would not evaluate anything."""
+    """Refuse a number of evaluating clients above the population, or one without metrics to evaluate."""
     if evaluate_clients is None:
         return
     if metrics is None:
@@ -62,25 +63,30 @@ def rows_of(schema: Schema, arrays: Mapping[str, Any] | None) -> int:
 def batches_of(arrays: Mapping[str, Any], rows: int, room: int) -> tuple[dict[str, Any], Any]:
     """A site's test examples in batches, padded to ``room``: a site whose data grows a little compiles nothing new.
 
-    What pads belongs to a second client, whom nobody looks at.
+    The padding is a second client's; `sums_program` drops its sums.
     """
     return in_batches(Split(padded(arrays, rows, room), np.array([0, rows, room])))
 
 
-def sums_program(metrics: Callable) -> Callable[[PyTree, dict[str, Any], Any], dict[str, Any]]:
+def sums_program(
+    metrics: Callable, preprocess: Preprocess | None = None
+) -> Callable[[PyTree, dict[str, Any], Any], dict[str, Any]]:
     """(params, *batches_of) -> the sums of the first client: all that leaves a node."""
     fast = as_metrics(metrics).through(fast_convolutions)
 
     def sums(params: PyTree, batches: dict[str, Any], owners: Any) -> dict[str, Any]:
-        return {name: both[:, 0] for name, both in score(fast, params, batches, owners, clients=2).items()}
+        scores = score(fast, params, batches, owners, clients=2, preprocess=preprocess)
+        return {name: both[:, 0] for name, both in scores.items()}
 
     return sums
 
 
-def sums_shapes(metrics: Callable, params: PyTree, schema: Schema) -> dict[str, jax.ShapeDtypeStruct]:
-    """What a node sends, as shapes."""
+def sums_shapes(
+    metrics: Callable, params: PyTree, schema: Schema, preprocess: Preprocess | None = None
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of a node's answer."""
     one = {name: np.zeros((1, *field.shape), field.dtype) for name, field in schema.items()}
-    return jax.eval_shape(sums_program(metrics), shapes_of(params), *batches_of(one, 1, 1))
+    return jax.eval_shape(sums_program(metrics, preprocess), shapes_of(params), *batches_of(one, 1, 1))
 
 
 # -- the server
@@ -92,7 +98,7 @@ def are_sums(found: Sums) -> bool:
 
 
 def _stacked(found: Mapping[int, Sums], population: int) -> dict[str, Any]:
-    """As the simulator has them, ``{metric: [2, population]}``; clients that were not heard weigh nothing."""
+    """As the simulator has them, ``{metric: [2, population]}``; clients that did not answer have weight 0."""
     out: dict[str, Any] = {}
     for name in next(iter(found.values()), {}):
         table = np.zeros((2, population))
@@ -103,12 +109,12 @@ def _stacked(found: Mapping[int, Sums], population: int) -> dict[str, Any]:
 
 
 def summary(found: Mapping[int, Sums], population: int, declared: Sequence[Metric] = ()) -> dict[str, float]:
-    """The simulator's columns: every metric over all examples, and how it is spread over the clients."""
+    """The simulator's columns: every metric over all examples, and its mean, worst tenth and worst client."""
     row = summarize(_stacked(found, population), declared=declared)
     return {name: float(value) for name, value in row.items()}
 
 
 def scores_by_client(found: Mapping[int, Sums], population: int) -> dict[str, np.ndarray]:
-    """Each client's own metrics; nan for one that was not asked, has no test data, or was left out."""
+    """Each client's own metrics; nan for a client that was not asked, has no test data, or did not answer."""
     stacked = _stacked(found, population)
     return {f"test_{name}": np.asarray(client_values(both)) for name, both in stacked.items()}

@@ -1,7 +1,7 @@
-"""Who may work together: the schema that every site's data must fit, and the fingerprint of an algorithm.
+"""The schema that every site's data must fit, and the fingerprint of what clients compute.
 
-A federation is run by several parties. Before the first round each node says what it would run; a node whose data or
-whose algorithm is another one is refused with the reason, not averaged in.
+A federation is run by several parties. Before the first round each node reports its data's schema and its fingerprint.
+A node that differs from the server in either is refused with the reason, so that its uploads are never averaged in.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbraid.core import Algorithm, message_shapes
+from fedbraid.data.description import Preprocess, fields_of
 from fedbraid.data.federated import Split
 from fedbraid.flower.pack import Layout, layout_of, pack
 from fedbraid.local import ClientData
@@ -25,9 +26,9 @@ __all__ = ["Messages", "Schema", "check_data", "fingerprint", "messages_of", "sc
 
 PyTree = Any
 Schema = Mapping[str, jax.ShapeDtypeStruct]
-"""One example of each field: ``{"x": ShapeDtypeStruct((64,), "uint8"), "y": ShapeDtypeStruct((), "int32")}``."""
+"""One example of each field as stored: ``{"x": ShapeDtypeStruct((64,), "uint8"), "y": ...}``."""
 
-ROWS = 8  # how many examples a client is imagined to have: messages do not depend on it
+ROWS = 8  # examples of the client whose messages are laid out; the layout does not depend on their number
 
 
 def schema_of(arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -37,7 +38,8 @@ def schema_of(arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
     {'x': ((3,), 'float32')}
     """
     canonical = jax.dtypes.canonicalize_dtype
-    return {name: jax.ShapeDtypeStruct(np.shape(a)[1:], canonical(np.asarray(a).dtype)) for name, a in arrays.items()}
+    fields = fields_of({name: np.asarray(array) for name, array in arrays.items()})
+    return {name: jax.ShapeDtypeStruct(field.shape, canonical(field.dtype)) for name, field in fields.items()}
 
 
 def schema_to_json(schema: Schema) -> str:
@@ -85,31 +87,33 @@ def shapes_of(tree: PyTree) -> PyTree:
 
 
 class Messages(NamedTuple):
-    """The layouts of one exchange's two messages."""
+    """The layouts of the two messages of one exchange."""
 
     down: Layout
     up: Layout
 
 
-def _data(schema: Schema) -> ClientData:
+def _data(schema: Schema, preprocess: Preprocess | None) -> ClientData:
     number = jax.ShapeDtypeStruct((), np.int32)
     canonical = jax.dtypes.canonicalize_dtype
     fields = {name: jax.ShapeDtypeStruct((ROWS, *f.shape), canonical(f.dtype)) for name, f in schema.items()}
-    return ClientData(fields, number, number, ROWS)
+    return ClientData(fields, number, number, ROWS, preprocess)
 
 
-def messages_of(alg: Algorithm, params: PyTree, schema: Schema) -> tuple[Messages, ...]:
-    """What every exchange sends, having checked that all parts of the algorithm fit."""
-    shapes = message_shapes(alg, shapes_of(params), _data(schema))
+def messages_of(
+    alg: Algorithm, params: PyTree, schema: Schema, preprocess: Preprocess | None = None
+) -> tuple[Messages, ...]:
+    """The messages of every exchange; checks that all parts of the algorithm fit together."""
+    shapes = message_shapes(alg, shapes_of(params), _data(schema, preprocess))
     return tuple(Messages(layout_of(m.down), layout_of(m.up)) for m in shapes)
 
 
-def fingerprint(alg: Algorithm, params: PyTree, schema: Schema) -> str:
-    """A short name of what clients compute: equal on all machines exactly when their client programs are.
+def fingerprint(alg: Algorithm, params: PyTree, schema: Schema, preprocess: Preprocess | None = None) -> str:
+    """A short name of what clients compute: equal on two machines exactly when their client programs are equal.
 
-    It is a digest of every exchange's client function as a program (with its hyper-parameters, which are constants in
-    it), of the shapes of messages and states, and of the schema. Two versions of jax may print one program differently:
-    run one version, or give both sides a fingerprint of your own.
+    It is a digest of every exchange's client function as a program (hyper-parameters are constants in it, and the
+    data's preprocessing is part of it), of the shapes of messages and states, and of the schema. Two versions of jax
+    may print one program differently: run one version, or give both sides a fingerprint of your own.
 
     >>> import jax.numpy as jnp
     >>> from fedbraid import fedavg
@@ -124,10 +128,11 @@ def fingerprint(alg: Algorithm, params: PyTree, schema: Schema) -> str:
     server, state = jax.eval_shape(alg.init, params), shapes_of(jax.eval_shape(alg.init_client, params))
     for exchange in alg.exchanges:
         down = shapes_of(jax.eval_shape(exchange.send, server))
-        program = jax.make_jaxpr(exchange.client)(down, state, _data(schema), key)
+        program = jax.make_jaxpr(exchange.client)(down, state, _data(schema, preprocess), key)
         digest.update(exchange.name.encode())
         digest.update(layout_of((down, state)).to_json().encode())
-        digest.update(re.sub(r"0x[0-9a-f]+", "", str(program)).encode())  # addresses of functions are no part of it
+        # addresses of functions differ from process to process
+        digest.update(re.sub(r"0x[0-9a-f]+", "", str(program)).encode())
         for constant in program.consts:
             for buffer in pack(constant).values():
                 digest.update(buffer.tobytes())

@@ -1,7 +1,7 @@
 """A federation inside one process: real ClientApp and ServerApp objects, real Flower messages, no network.
 
-For tests and for trying a deployment out before any machine is involved. Every message is serialised by Flower's own
-code and read back, and every node's context goes through Flower's own encoding, so what works here works on the wire.
+For tests, and to try a deployment without any other machine. Flower's own code serialises every message and every
+node's context, and reads them back, as between machines.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class InProcessGrid(Grid):
 
     Args:
         app: the ClientApp that every node runs, or one per node.
-        nodes: each node's config by its id; a node may be added, removed or replaced between rounds.
+        nodes: the config of each node, by its id; nodes may join, leave or restart between rounds.
         tamper: (order, reply) -> the reply that arrives instead, or None if it is lost: faults for tests.
 
     >>> import jax.numpy as jnp, numpy as np
@@ -65,7 +65,7 @@ class InProcessGrid(Grid):
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
 
     def join(self, node: int, config: Mapping[str, Any]) -> None:
-        """A node comes, or comes back with nothing but its config."""
+        """Add a node, or restart one: a restarted node has only its config."""
         self.contexts[node] = Context(1, node, dict(config), RecordDict(), {})
 
     def leave(self, node: int) -> None:
@@ -75,17 +75,17 @@ class InProcessGrid(Grid):
         """Run a ServerApp on this grid."""
         app(self, Context(1, 1, {}, RecordDict(), {}))
 
-    # -- what a Grid is
+    # -- the interface of Flower's Grid
 
     def set_run(self, run: Run) -> None:
-        raise NotImplementedError("the server of this library makes its messages itself and asks for no run")
+        raise NotImplementedError("InProcessGrid has no run: the server of this library makes its messages itself")
 
     @property
     def run(self) -> Run:
-        raise NotImplementedError("the server of this library makes its messages itself and asks for no run")
+        raise NotImplementedError("InProcessGrid has no run: the server of this library makes its messages itself")
 
     def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        raise NotImplementedError("the server of this library makes its messages itself and asks for no run")
+        raise NotImplementedError("InProcessGrid has no run: the server of this library makes its messages itself")
 
     def get_node_ids(self) -> Iterable[int]:
         return list(self.contexts)
@@ -114,7 +114,7 @@ class InProcessGrid(Grid):
         app = self.apps[node] if isinstance(self.apps, Mapping) else self.apps
         try:
             reply = app(message, context)
-        except Exception as error:  # what a node's process does with whatever its ClientApp raises
+        except Exception as error:  # as a node's process does with what its ClientApp raises
             reason = f"{type(error)}:<'{error}'>"
             reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
         if node in self.contexts and self.contexts[node] is context:

@@ -30,7 +30,7 @@ from fedbraid.flower.certificates import (
     make_certificates,
     make_node_key,
 )
-from fedbraid.flower.plan import TAG
+from fedbraid.flower.federation import TAG
 
 __all__ = ["Link", "Member", "Rehearsal", "run_app"]
 

@@ -8,9 +8,10 @@ from string import Template
 from typing import Any, Literal
 
 import fedbraid
-from fedbraid.experiment.assembly import build
+from fedbraid.experiment.assembly import assemble, load_named
 from fedbraid.experiment.config import Config, ConfigError, dump
-from fedbraid.flower.plan import EXPERIMENT, FEDERATION, describe, testers
+from fedbraid.flower.federation import EXPERIMENT, FEDERATION, evaluating_clients, written_description
+from fedbraid.flower.policy import Policy
 
 __all__ = ["package_of", "write_app"]
 
@@ -54,10 +55,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fedbraid.flower import client_app, load_plan
+from fedbraid.flower import federation_client_app, load_federation
 from fedbraid.models.registry import resolve
 
-PLAN = load_plan(Path(__file__).parent)
+FEDERATION = load_federation(Path(__file__).parent)
 
 
 def load_data(context):
@@ -71,20 +72,20 @@ $fields
     Flower sends this file to every site, so what differs from site to site stands in a site's --node-config:
         loader="module:function"   a function of the context, in a module that is installed at the site
         data="/path/examples.npz"  a file with one array per field
-        partition-id=0             none of its own: the experiment's client of that number, for rehearsals
+        partition-id=0             no data of its own: that client of the experiment, for rehearsals
     """
     site = context.node_config
     if "loader" in site:
         return resolve(site["loader"])(context)
     if "data" in site:
         return read(site["data"])
-    return PLAN.rehearsal_rows(site.get("partition-id"))
+    return FEDERATION.rehearsal_rows(site.get("partition-id"))
 
 
 def load_test(context):
     """This site's own test examples, in the same fields, or None: for evaluate_clients of federation.toml.
 
-    They stay here: sums and counts of the model's metrics are all that a site answers. In a site's --node-config:
+    They stay here: a site answers with sums and counts of the model's metrics only. In a site's --node-config:
         test-loader="module:function"   a function of the context, as above
         test-data="/path/test.npz"      a file with one array per field
     """
@@ -95,7 +96,7 @@ def load_test(context):
         return read(site["test-data"])
     if "loader" in site or "data" in site:
         return None
-    return PLAN.rehearsal_test(site.get("partition-id"))
+    return FEDERATION.rehearsal_test(site.get("partition-id"))
 
 
 def read(place):
@@ -103,14 +104,7 @@ def read(place):
         return {name: archive[name] for name in archive.files}
 
 
-app = client_app(
-    PLAN.algorithm,
-    PLAN.shapes,
-    load_data,
-    metrics=PLAN.metrics,
-    load_test=load_test,
-    fingerprint=PLAN.fingerprint,
-)
+app = federation_client_app(FEDERATION, load_data, load_test)
 ''')
 
 SERVER = '''\
@@ -118,10 +112,9 @@ SERVER = '''\
 
 from pathlib import Path
 
-from fedbraid.flower import load_plan, plan_server_app
+from fedbraid.flower import federation_server_app, load_federation
 
-PLAN = load_plan(Path(__file__).parent)
-app = plan_server_app(PLAN)
+app = federation_server_app(load_federation(Path(__file__).parent))
 '''
 
 README = Template("""\
@@ -149,18 +142,23 @@ Check a site's data before its node joins:
 
 
 def write_app(folder: Path, config: Config, *, evaluate_clients: int | Literal["all"] = 0) -> dict[str, Any]:
-    """Write the app that deploys ``config``; returns what was written, as plain values.
+    """Write the app that deploys ``config``; returns its place, population and files, as plain values.
 
-    evaluate_clients: how many clients evaluate the model on their own test data; the server then does not.
+    evaluate_clients: how many clients evaluate the model on their own test data; if any, the server does not evaluate.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty: choose another folder for the app")
-    experiment = build(config)
-    about = describe(experiment)
-    about["federation"]["checkpoint_every"] = 1
-    if testers(evaluate_clients, about["federation"]["population"]):
-        about["federation"] |= {"evaluate": False, "evaluate_clients": evaluate_clients}
-    population = about["federation"]["population"]
+    data = load_named(config)
+    description = data.description
+    assemble(config, description)  # whatever a site could not build is refused here
+    about = written_description(description) | {"policy": Policy()._asdict()}
+    tested = evaluating_clients(evaluate_clients, description.population)
+    about["federation"] |= {
+        "evaluate": data.test is not None and not tested,
+        "evaluate_clients": evaluate_clients,
+        "checkpoint_every": 1,
+    }
+    population = description.population
     what = f"{config.algorithm.name} on {config.data.name}"
     fields = "\n".join(f"        {name}  {f['dtype']}{f['shape']}" for name, f in about["schema"].items())
     words = {
@@ -193,8 +191,8 @@ def _federation(about: dict[str, Any]) -> str:
     import tomli_w
 
     head = (
-        "# What all sites agree on. Everybody must run the same file.\n"
-        "# population: how many clients there are. evaluate: the server tests on the experiment's own test split.\n"
+        "# What all sites agree on: every site and the server must have the same file.\n"
+        "# population: number of clients. evaluate: the server tests on the experiment's own test split.\n"
         '# evaluate_clients: how many clients ("all", or a number) test the model on their own test data.\n'
         "# policy: see fedbraid.flower.Policy; too_few is wait, skip or abort.\n\n"
     )
@@ -202,7 +200,7 @@ def _federation(about: dict[str, Any]) -> str:
 
 
 def package_of(folder: Path) -> Path:
-    """The package folder of an app, or a ValueError if ``folder`` is none."""
+    """The package folder of an app, or a ConfigError if ``folder`` does not hold an app."""
     package = folder / PACKAGE
     if not (folder / "pyproject.toml").is_file() or not (package / FEDERATION).is_file():
         raise ConfigError(f"{folder} is not an app: make one with fedbraid deploy init {folder} CONFIG.toml")

@@ -1,4 +1,8 @@
-"""The rounds of a deployed run: who is asked what, what comes back, what of it counts, and what a checkpoint holds."""
+"""Rounds by messages: the driver of a deployed run.
+
+It shares the loop, the schedule and the checkpoints with simulated runs (:mod:`fedbraid.simulation.loop`). What is its
+own is the messaging: who is asked what, what comes back, and what of it counts.
+"""
 
 from __future__ import annotations
 
@@ -7,39 +11,40 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedbraid import address
 from fedbraid.core import Algorithm, keep
+from fedbraid.data.description import Preprocess
 from fedbraid.flower import wire
 from fedbraid.flower.aggregate import Aggregator, Upload
+from fedbraid.flower.asking import POLL, Asked, Desk
 from fedbraid.flower.evaluate import Sums, are_sums, summary
 from fedbraid.flower.identity import Messages, Schema, fingerprint, messages_of, schema_to_json
 from fedbraid.flower.pack import Layout, MessageError, check_layout, layout_of, read_records, records
 from fedbraid.flower.policy import Policy, TooFewError
-from fedbraid.flower.post import Letter, Post, Reply
+from fedbraid.flower.post import Letter, Post
 from fedbraid.flower.roster import Roster, Terms
 from fedbraid.flower.states import INIT
-from fedbraid.flower.wire import Answer, Order, Question, Refusal, Tested, content, read_plain
+from fedbraid.flower.wire import Answer, Order, Question, Tested, content, read_plain
 from fedbraid.metric import Metric, is_client_column
 from fedbraid.simulation import checkpoint
+from fedbraid.simulation.rounds import strong
 from fedbraid.units import format_bytes
 
-__all__ = ["Round", "Rounds"]
+__all__ = ["MessageRounds", "Round", "Site"]
 
 PyTree = Any
-SLACK = 1 << 20  # a reply larger than its upload by more than this is not read
-POLL = (0.01, 0.5)  # seconds between two looks for replies: first, and at most
 WAYS = ("down", "up")
+DEFAULT_POLICY = Policy()
 LOSSES = 3  # a client that loses its state more often is refused: every time may cost all others theirs
-LOOK = 2.0  # seconds between two looks for nodes that came or came back
 
 
 class Round(NamedTuple):
@@ -61,71 +66,62 @@ class Round(NamedTuple):
         """One line for the terminal: nodes answered of those asked, bytes, metrics."""
         tested = {name: self.row.get(f"{wire.EVALUATE}/{name}", 0.0) for name in ("asked", "tested")}
         sent = {way: self.total(f"wire_{way}") + self.row.get(f"{wire.EVALUATE}/wire_{way}", 0.0) for way in WAYS}
-        down, up = (format_bytes(sent[way]) for way in WAYS)
         evaluation = f"  tested {tested['tested']:g}/{tested['asked']:g}" if tested["asked"] else ""
         shown = {k: v for k, v in self.evaluation.items() if not is_client_column(k)}
         shown = shown or {k: v for k, v in self.row.items() if k.split("/")[-1] == "loss"}
         scores = "".join(f"  {name} {value:.4g}" for name, value in list(shown.items())[:3])
         return (
             f"round {self.round}/{self.rounds}  nodes {self.total('arrived'):g}/{self.total('asked'):g}  "
-            f"down {down}  up {up}{evaluation}{scores}  {self.seconds:.1f} s"
+            f"down {format_bytes(sent['down'])}  up {format_bytes(sent['up'])}"
+            f"{evaluation}{scores}  {self.seconds:.1f} s"
         )
 
 
-class _Asked(NamedTuple):
-    """What a cohort was asked, in progress: an exchange, or an evaluation."""
+@dataclass(frozen=True)
+class Site:
+    """What all sites of a deployed run agree on, beside the algorithm.
 
-    name: str
-    round: int
-    tag: str
-    minimum: int  # answers that it needs
-    wanted: Layout  # of an answer's numbers
-    letter: Callable[[int, int], Letter]  # (client, node) -> what it is asked
-    read: Callable[[Message], Any]  # what came, checked; None if it is not finite
-    uploads: dict[int, Any]
-    awaited: dict[int, tuple[int, float]]  # client -> the node that was asked, and when
-    notes: list[str]
-    tally: Counter  # bytes "down" and "up", and numbers of replies by kind
+    fingerprint: a name for what is computed, the same on all nodes; None makes one from the programs.
+    """
 
-
-FAULTS = ("missing", "malformed", "nonfinite", "oversized", "failed", "refused")
+    schema: Schema
+    population: int
+    cohort: int
+    seed: int = 0
+    policy: Policy = DEFAULT_POLICY
+    fingerprint: str | None = None
+    preprocess: Preprocess | None = None
 
 
-class Rounds:
-    """The server of a deployed run, between two rounds: all of it is in a checkpoint, except who is connected."""
+class MessageRounds:
+    """The server of a deployed run. A checkpoint holds all of it, except who is connected.
 
-    def __init__(
-        self,
-        alg: Algorithm,
-        params: PyTree,
-        grid: Grid,
-        schema: Schema,
-        population: int,
-        cohort: int,
-        seed: int,
-        policy: Policy,
-        name: str | None,
-        say: Callable[[str], None],
-    ) -> None:
-        params = _strong(params)
-        self.alg, self.policy, self.seed, self.cohort, self.say = alg, policy, seed, cohort, say
-        self.messages: tuple[Messages, ...] = messages_of(alg, params, schema)
-        self.parts = [Aggregator(alg, i, rows=cohort, population=population) for i in range(len(alg.exchanges))]
+    folder: of checkpoints; None saves none. scorer: (params) -> scores on the server; sums, testers: the layout of what
+    clients answer when they evaluate, and how many are asked. These four are attributes to set.
+    """
+
+    def __init__(self, alg: Algorithm, params: PyTree, grid: Grid, site: Site, say: Callable[[str], None]) -> None:
+        params = strong(params)
+        self.alg, self.policy, self.seed, self.cohort, self.say = alg, site.policy, site.seed, site.cohort, say
+        self.messages: tuple[Messages, ...] = messages_of(alg, params, site.schema, site.preprocess)
+        exchanges = range(len(alg.exchanges))
+        self.parts = [Aggregator(alg, i, rows=site.cohort, population=site.population) for i in exchanges]
         self.stateful = bool(jax.tree.leaves(jax.eval_shape(alg.init_client, params)))
+        name = site.fingerprint
         terms = Terms(
             run=secrets.token_hex(6),
-            fingerprint=fingerprint(alg, params, schema) if name is None else name,
-            schema=schema_to_json(schema),
-            population=population,
+            fingerprint=fingerprint(alg, params, site.schema, site.preprocess) if name is None else name,
+            schema=schema_to_json(site.schema),
+            population=site.population,
             exchanges=tuple(exchange.name for exchange in alg.exchanges),
             messages=self.messages,
             params=records(params) if self.stateful else None,
         )
-        self.post = Post(grid, keep=max(4 * policy.deadline, 600.0))
-        self.roster = Roster(grid, self.post, terms, self.base)
+        post = Post(grid, keep=max(4 * site.policy.deadline, 600.0))
+        self.roster = Roster(grid, post, terms, self.base)
         # what a checkpoint holds, beside the name of the run
         self.done = 0
-        self.server = _strong(alg.init(params))
+        self.server = strong(alg.init(params))
         self.first = params  # what the clients' first states are made of
         self.losses: Counter = Counter()  # client -> times that it had lost its state
         self.taken: dict[int, str] = {}  # client -> tag of its last upload that was taken in
@@ -134,13 +130,18 @@ class Rounds:
         self.counts: Counter = Counter()
         self.tested: dict[int, dict[str, list[float]]] = {}  # client -> its sums in the last evaluation
         # and what it does not
+        self.desk = Desk(post, self.roster, site.policy, self.counts, say)
         self.durable: dict[int, str] = {}  # what was taken in at the last checkpoint
         self.restarted = False  # all started anew since the last round
         self.durable_first = INIT  # and the name of the clients' first states then
         self.attempt = secrets.token_hex(3)  # a round done again after a restart must not be taken for the first try
+        self.told: Round | None = None  # the report of the last round
+        self.folder: Path | None = None
+        self.scorer: Callable[[PyTree], dict[str, Any]] | None = None
         self.declared: tuple[Metric, ...] = ()  # by the metrics that clients evaluate
-        self.sums: Layout | None = None  # of what clients answer when they evaluate
-        self.testers = 0  # how many are asked to
+        self.sums: Layout | None = None
+        self.testers = 0
+        self.rounds = 0  # in all, for reports
 
     def base(self, client: int) -> str:
         """The state that the client's next work starts from."""
@@ -152,7 +153,9 @@ class Rounds:
         """From now on, a restarted server would go on from here."""
         self.durable, self.durable_first = dict(self.taken), self.roster.terms.first
 
-    def save(self, folder: Path) -> None:
+    def save(self) -> None:
+        """Write a checkpoint of everything that the remaining rounds need."""
+        assert self.folder is not None
         plain = {
             "run": self.roster.terms.run,
             "fingerprint": self.roster.terms.fingerprint,
@@ -168,7 +171,7 @@ class Rounds:
         tree = {"server": checkpoint.pack(self.server), "run": {"json": text}}
         if self.roster.terms.first != INIT:  # else they are the configuration's
             tree["first"] = checkpoint.pack(self.first)
-        checkpoint.save(folder, self.done, tree)
+        checkpoint.save(self.folder, self.done, tree)
         self.settle()
 
     def restore(self, place: Path) -> None:
@@ -188,19 +191,23 @@ class Rounds:
         self.server = checkpoint.unpack(self.server, tree["server"] or {}, "server state")
         self.history, self.evaluations = plain["history"], plain["evaluations"]
         self.taken = {int(client): tag for client, tag in plain["taken"].items()}
-        self.counts = Counter(plain["counts"])
+        self.counts.clear()
+        self.counts.update(plain["counts"])
         self.losses = Counter({int(client): n for client, n in plain.get("losses", {}).items()})
         self.settle()
         self.tested = {int(client): sums for client, sums in plain.get("tested", {}).items()}
 
-    # -- replies
+    def close(self) -> None:
+        """Nothing is held between rounds."""
+
+    # -- who is there
 
     def gather(self, wanted: int) -> None:
         """Wait for that many clients, at most as long as the policy says."""
         until, pause = time.monotonic() + self.policy.join, POLL[0]
         while len(self.roster.clients) < wanted and time.monotonic() < until:
             self.roster.greet()
-            pause = POLL[0] if self.listen(None) else min(2 * pause, POLL[1])
+            pause = POLL[0] if self.desk.listen(None) else min(2 * pause, POLL[1])
             self.recover()
             if len(self.roster.clients) < wanted:
                 time.sleep(max(0.0, min(pause, until - time.monotonic())))
@@ -215,20 +222,6 @@ class Rounds:
                 f"{joined} of {population} clients joined within {self.policy.join:g} s; at least "
                 f"{self.policy.minimum} must{reasons}"
             )
-
-    def listen(self, asked: _Asked | None) -> int:
-        """Take in what has come: presences, uploads of the exchange in progress, and what came too late."""
-        replies = self.post.replies()
-        for reply in replies:
-            if reply.ticket.tag == wire.HELLO:
-                if reason := self.roster.hear(reply):
-                    self.counts["refused"] += reply.ticket.node in self.roster.refused
-                    self.say(reason)
-            elif asked is None or reply.ticket.tag != asked.tag:
-                self.counts["late"] += reply.message is not None
-            elif self.is_awaited(asked, reply):
-                self.judge(asked, reply)
-        return len(replies)
 
     # -- clients that lost their state
 
@@ -267,54 +260,11 @@ class Rounds:
 
     def restart(self) -> None:
         """Server and clients as a run has them that starts from the current model. No upload may be on its way in."""
-        self.first = _strong(self.alg.params(self.server))
-        self.server = _strong(self.alg.init(self.first))
+        self.first = strong(self.alg.params(self.server))
+        self.server = strong(self.alg.init(self.first))
         self.taken, self.restarted = {}, True
         first = f"{INIT}.{self.done}.{secrets.token_hex(3)}"
         self.roster.renew(self.roster.terms._replace(first=first, params=records(self.first)))
-
-    # -- answers
-
-    def is_awaited(self, asked: _Asked, reply: Reply) -> bool:
-        """Whether a reply settles a client's part: a node that is gone does not, if another was asked in its place."""
-        node, _ = asked.awaited.get(reply.ticket.client, (None, 0.0))
-        return node is not None and (reply.message is not None or node == reply.ticket.node)
-
-    def judge(self, asked: _Asked, reply: Reply) -> None:
-        """One reply: an upload that counts, or a note that says whose does not, and why."""
-        node, client = reply.ticket.node, reply.ticket.client
-        if reply.message is None:
-            self.roster.missed(node)
-        else:
-            self.roster.answered(node)
-        del asked.awaited[client]
-        kind, reason = self.take(asked, client, reply)
-        if kind:
-            asked.tally[kind] += 1
-            asked.notes.append(f"client {client} (node {node}) left out, {kind}: {reason}")
-
-    def take(self, asked: _Asked, client: int, reply: Reply) -> tuple[str, str]:
-        """Take an upload in; else what is wrong with it, as a kind and a sentence."""
-        message = reply.message
-        if message is None:
-            return "failed", reply.error
-        wanted = asked.wanted.nbytes
-        if (size := wire.bounded_bytes(message, wanted + SLACK)) > wanted + SLACK:
-            return "oversized", f"it sent {format_bytes(size)}, an answer here has {format_bytes(wanted)}"
-        asked.tally["up"] += size
-        try:
-            if wire.is_refusal(message):
-                refusal = read_plain(message, Refusal)
-                if refusal.greet:
-                    self.roster.forget(reply.ticket.node)
-                return "refused", refusal.refused
-            upload = asked.read(message)
-        except (ValueError, TypeError) as error:
-            return "malformed", str(error)
-        if upload is None:
-            return "nonfinite", "its upload is not finite"
-        asked.uploads[client] = upload
-        return "", ""
 
     # -- rounds
 
@@ -326,7 +276,7 @@ class Rounds:
         size = min(self.cohort, len(here))
         return [here[i] for i in address.cohort(self.seed, round_, exchange, len(here), size)] if size else []
 
-    def order(self, exchange: int, round_: int) -> _Asked:
+    def order(self, exchange: int, round_: int) -> Asked:
         """One exchange of one round, as it is asked of a client and as its uploads are read."""
         part, terms, wanted = self.parts[exchange], self.roster.terms, self.messages[exchange].up
         tag = f"{round_}.{exchange}.{self.attempt}"
@@ -354,9 +304,9 @@ class Rounds:
             return part.upload(up, answer.weight, wire.metrics_in(message))
 
         name = f"exchange {part.name!r}"
-        return _Asked(name, round_, tag, self.policy.minimum, wanted, letter, read, {}, {}, [], Counter())
+        return Asked(name, round_, tag, self.policy.minimum, wanted, letter, read, {}, {}, [], Counter())
 
-    def question(self, round_: int, wanted: Layout) -> tuple[_Asked, int]:
+    def question(self, round_: int, wanted: Layout) -> tuple[Asked, int]:
         """An evaluation of the model after a round, and the bytes of that model."""
         terms, tag = self.roster.terms, f"{round_}.{wire.EVALUATE}.{self.attempt}"
         model = self.alg.params(self.server)
@@ -376,73 +326,11 @@ class Rounds:
             found = _numbers(message, answer, tag, wanted)
             return found if are_sums(found) else None
 
-        asked = _Asked("the evaluation", round_, tag, 0, wanted, letter, read, {}, {}, [], Counter())
+        asked = Asked("the evaluation", round_, tag, 0, wanted, letter, read, {}, {}, [], Counter())
         return asked, layout_of(model).nbytes
 
-    def ask(self, asked: _Asked, clients: list[int]) -> None:
-        letters = []
-        for client in clients:
-            node = self.roster.clients[client].id
-            letters.append(asked.letter(client, node))
-            asked.awaited[client] = (node, time.monotonic())
-        asked.tally["down"] += self.post.send(letters, tag=asked.tag, group=str(asked.round + 1))
-
-    def look_around(self, asked: _Asked, cohort: list[int], *, again: bool) -> None:
-        """Greet nodes that came meanwhile, and ask a client anew whose place another node has taken.
-
-        again: ask also those that failed, and those that let a whole deadline pass.
-        """
-        self.roster.greet()
-        now, anew = time.monotonic(), []
-        for client in cohort:
-            node = self.roster.clients.get(client)
-            if node is None or client in asked.uploads:
-                continue
-            before, since = asked.awaited.get(client, (None, 0.0))
-            moved = before is not None and before != node.id
-            if moved or (again and (before is None or now - since > self.policy.deadline)):
-                anew.append(client)
-        self.ask(asked, anew)
-
-    def exchange(self, asked: _Asked, cohort: list[int]) -> bool:
-        """Ask, and wait until all have answered or the deadline has passed. True if enough uploads came."""
-        policy, began = self.policy, time.monotonic()
-        self.ask(asked, cohort)
-        deadline, look, pause = began + policy.deadline, began + LOOK, POLL[0]
-        while True:
-            heard = self.listen(asked)
-            now = time.monotonic()
-            enough = len(asked.uploads) >= asked.minimum
-            waits = policy.too_few == "wait" and not enough
-            if now >= deadline:
-                for node, _ in asked.awaited.values():
-                    self.roster.missed(node)
-            if not waits and (now >= deadline or not asked.awaited):
-                break
-            if waits and self.roster.lost:  # it can be helped only between rounds
-                break
-            if waits and now - began > policy.patience:
-                raise TooFewError(self.shortage(asked, f"{policy.patience:g} s, the policy's patience"))
-            if now >= look:
-                self.look_around(asked, cohort, again=waits and now >= deadline)
-                look = time.monotonic() + LOOK
-            pause = POLL[0] if heard else min(2 * pause, POLL[1])
-            ends = look if now >= deadline else min(look, deadline)
-            time.sleep(max(0.0, min(pause, ends - time.monotonic())))
-        for client, (node, _) in sorted(asked.awaited.items()):
-            asked.notes.append(f"client {client} (node {node}) left out, missing: no reply in {policy.deadline:g} s")
-        asked.tally["missing"] += len(asked.awaited)
-        return enough
-
-    def shortage(self, asked: _Asked, within: str) -> str:
-        notes = "".join(f"\n  {note}" for note in asked.notes)
-        return (
-            f"round {asked.round + 1}, {asked.name}: {len(asked.uploads)} uploads within {within}; at least "
-            f"{asked.minimum} are needed{notes}"
-        )
-
-    def round(self, rounds: int) -> Round:
-        """One round: every exchange in turn. With too few uploads the rest of the round is left out."""
+    def advance(self, until: int) -> None:
+        """Complete one round: every exchange in turn. With too few uploads the rest of the round is left out."""
         began, round_, late = time.monotonic(), self.done, self.counts["late"]
         known = len(self.roster.clients) + len(self.roster.lost)
         if self.recover():
@@ -458,38 +346,33 @@ class Rounds:
             asked = self.order(index, round_)
             if enough:
                 cohort = self.draw(round_, index, cohort)
-                enough = self.exchange(asked, cohort)
+                enough = self.desk.collect(asked, cohort)
                 if not enough and self.policy.too_few == "abort" and not self.roster.lost:
-                    raise TooFewError(self.shortage(asked, f"{self.policy.deadline:g} s, the policy's deadline"))
+                    raise TooFewError(self.desk.shortage(asked, f"{self.policy.deadline:g} s, the policy's deadline"))
             taken = asked.uploads if enough else {}
             self.server, means = part.step(self.server, taken, round_, self.seed)
             self.taken |= dict.fromkeys(taken, asked.tag)
             notes += asked.notes
             size, many = self.messages[index].down.nbytes, len(cohort) if asked.tally["down"] else 0
-            columns = means | {"arrived": len(taken)} | self.account(asked, started, many, size, len(taken))
+            columns = means | {"arrived": len(taken)} | self.desk.account(asked, started, many, size, len(taken))
             row |= {f"{part.name}/{name}": value for name, value in columns.items()}
         row |= {"late": self.counts["late"] - late, "skipped": float(not enough), "seconds": time.monotonic() - began}
         self.history.append(row)
         self.done += 1
-        return Round(self.done, rounds, row, {}, row["seconds"], tuple(notes))
+        self.told = Round(self.done, self.rounds, row, {}, row["seconds"], tuple(notes))
+        if self.folder is None:
+            self.settle()
 
-    def account(self, asked: _Asked, started: float, many: int, size: int, taken: int) -> dict[str, float]:
-        """What an exchange or an evaluation cost, and what went wrong in it, as columns of the history.
-
-        many clients were sent ``size`` bytes of numbers each; ``taken`` of their answers counted.
-        """
-        self.counts.update({kind: asked.tally[kind] for kind in FAULTS})
-        return {
-            "refused": asked.tally["nonfinite"],  # the simulator's word for an upload that is not admitted
-            "bytes_down": float(many * size),
-            "bytes_up": float(taken * asked.wanted.nbytes),
-            "asked": many,
-            "wire_down": float(asked.tally["down"]),
-            "wire_up": float(asked.tally["up"]),
-            "seconds": time.monotonic() - started,
-            "missing": asked.tally["missing"],
-            "rejected": sum(asked.tally[kind] for kind in ("malformed", "oversized", "failed", "refused")),
-        }
+    def evaluate(self) -> None:
+        """Evaluate the model on the clients' own test data, on the server, or both, and keep the scores."""
+        assert self.told is not None
+        scores: dict[str, float] = {}
+        if self.sums is not None:
+            self.told, scores = self.test(self.told)
+        if self.scorer is not None:
+            scores |= {name: float(value) for name, value in self.scorer(self.alg.params(self.server)).items()}
+        self.evaluations.append({"round": self.done} | scores)
+        self.told = self.told._replace(evaluation=scores)
 
     def test(self, told: Round) -> tuple[Round, dict[str, float]]:
         """Ask clients how good the model is on their own test data. Nobody's silence takes longer than a deadline."""
@@ -501,13 +384,13 @@ class Rounds:
         which = address.cohort(self.seed, self.done - 1, len(self.parts), len(here), drawn) if drawn else []
         asked, size = self.question(self.done - 1, self.sums)
         cohort = [here[i] for i in which]
-        self.exchange(asked, cohort)
+        self.desk.collect(asked, cohort)
         found = {client: sums for client, sums in asked.uploads.items() if sums}
         self.tested = {
             client: {name: both.tolist() for name, both in found[client].items()} for client in sorted(found)
         }
         columns = {"tested": len(found), "untested": len(asked.uploads) - len(found)}
-        columns |= self.account(asked, started, len(cohort), size, len(found))
+        columns |= self.desk.account(asked, started, len(cohort), size, len(found))
         row = told.row | {f"{wire.EVALUATE}/{name}": value for name, value in columns.items()}
         row["late"] += self.counts["late"] - late
         row["seconds"] += columns["seconds"]
@@ -519,11 +402,6 @@ class Rounds:
             )
         told = told._replace(row=row, seconds=row["seconds"], notes=tuple(notes))
         return told, summary(self.tested, population, self.declared)
-
-
-def _strong(tree: PyTree) -> PyTree:
-    """Arrays of their own, without the weak types of Python's numbers."""
-    return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.asarray(leaf).dtype), tree)
 
 
 def _numbers(message: Message, answer: Answer | Tested, tag: str, wanted: Layout) -> PyTree:

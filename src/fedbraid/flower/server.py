@@ -20,14 +20,16 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedbraid.core import Algorithm, check_count
+from fedbraid.data.description import Preprocess
 from fedbraid.flower import wire
 from fedbraid.flower.evaluate import check_evaluation, scores_by_client, sums_shapes
 from fedbraid.flower.identity import Schema
 from fedbraid.flower.pack import layout_of
 from fedbraid.flower.policy import Policy
-from fedbraid.flower.rounds import Round, Rounds
+from fedbraid.flower.rounds import MessageRounds, Round, Site
 from fedbraid.metric import declared_by, metric_of_column
 from fedbraid.simulation import checkpoint
+from fedbraid.simulation.loop import RoundLoop, Schedule
 
 __all__ = ["Served", "serve", "server_app"]
 
@@ -104,6 +106,7 @@ def serve(
     grid: Grid,
     *,
     schema: Schema,
+    preprocess: Preprocess | None = None,
     rounds: int,
     population: int,
     cohort: int | None = None,
@@ -124,6 +127,7 @@ def serve(
     Args:
         schema: one example of the data's fields (:func:`fedbraid.flower.schema_of`); a node whose data does not fit
             is refused.
+        preprocess: that of the nodes' :func:`client_app`.
         population: how many clients there are: SCAFFOLD's N. Cohorts are drawn as the simulator draws them.
         policy: deadlines, and what happens when nodes are missing.
         evaluate: (params) -> scores, on the server, after every ``eval_every`` rounds and the last.
@@ -140,39 +144,34 @@ def serve(
     check_count("eval_every", eval_every)
     check_count("checkpoint_every", checkpoint_every)
     check_evaluation(metrics, evaluate_clients, population)
-    run = Rounds(alg, params, grid, schema, population, cohort or population, seed, policy, fingerprint, say)
+    site = Site(schema, population, cohort or population, seed, policy, fingerprint, preprocess)
+    run = MessageRounds(alg, params, grid, site, say)
+    run.rounds, run.folder, run.scorer = rounds, checkpoints, evaluate
     if metrics is not None:
         if any(exchange.name == wire.EVALUATE for exchange in alg.exchanges):
             raise ValueError(f"an exchange named {wire.EVALUATE!r} has the columns of the evaluation: rename it")
-        shapes = sums_shapes(metrics, jax.eval_shape(alg.params, run.server), schema)
+        shapes = sums_shapes(metrics, jax.eval_shape(alg.params, run.server), schema, preprocess)
         run.declared = tuple(metric_of_column(name, declared_by(metrics)) for name in shapes)
         run.sums = layout_of(shapes)
         run.testers = evaluate_clients or population
-    if checkpoints is not None and checkpoints.is_dir() and any(p.name.isdigit() for p in checkpoints.iterdir()):
+    if checkpoints is not None and checkpoint.exists(checkpoints):
         run.restore(checkpoint.latest(checkpoints))
         if run.done > rounds:
             raise ValueError(f"the checkpoint in {checkpoints} is of round {run.done}, after the last, {rounds}")
     began = time.monotonic()
     if run.done < rounds:
         run.join()
-    while run.done < rounds:
-        told = run.round(rounds)
-        if (evaluate or metrics) and (run.done % eval_every == 0 or run.done == rounds):
-            scores = {}
-            if metrics is not None:
-                told, scores = run.test(told)
-            if evaluate is not None:
-                scores |= {name: float(value) for name, value in evaluate(alg.params(run.server)).items()}
-            run.evaluations.append({"round": run.done} | scores)
-            told = told._replace(evaluation=scores)
-        if checkpoints is not None and (run.done % checkpoint_every == 0 or run.done == rounds):
-            run.save(checkpoints)
-        elif checkpoints is None:
-            run.settle()
-        for line in (told.line(), *told.notes):
+
+    def tell() -> None:
+        assert run.told is not None
+        for line in (run.told.line(), *run.told.notes):
             say(line)
         if on_round is not None:
-            on_round(told)
+            on_round(run.told)
+
+    evaluates = evaluate is not None or metrics is not None
+    schedule = Schedule(rounds, eval_every if evaluates else None, None if checkpoints is None else checkpoint_every)
+    RoundLoop(run, schedule, tell).run()
     return Served(
         alg.params(run.server),
         run.server,

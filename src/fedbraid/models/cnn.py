@@ -22,7 +22,7 @@ def emnist_cnn(classes: int = 62, *, dropout: bool = True, image: tuple[int, ...
     Args:
         classes: labels ``y`` run from 0 to classes - 1.
         dropout: off leaves both dropout layers out, and training without randomness.
-        image: (height, width, channels); ``x`` may come flat, without its channel axis, or as bytes.
+        image: (height, width, channels); ``x`` may come flat or without its channel axis.
 
     >>> import jax
     >>> params = emnist_cnn().init(jax.random.key(0))

@@ -48,11 +48,9 @@ def image_shape(image: Sequence[int]) -> tuple[int, int, int]:
 
 
 def as_floats(x: Array, shape: Sequence[int]) -> Array:
-    """[B, ...] as floats of shape [B, *shape]; whole numbers of one byte are pixels and become 0 to 1."""
+    """[B, ...] as floats of shape [B, *shape]. Numbers keep their values: scaling is the data's preprocessing."""
     x = jnp.asarray(x)
-    if x.dtype == jnp.uint8:
-        x = x.astype(jnp.float32) / 255
-    elif not jnp.issubdtype(x.dtype, jnp.floating):
+    if not jnp.issubdtype(x.dtype, jnp.floating):
         x = x.astype(jnp.float32)
     if math.prod(x.shape[1:]) != math.prod(shape):
         raise ValueError(f"this model takes examples of shape {tuple(shape)}, got a batch of shape {x.shape}")

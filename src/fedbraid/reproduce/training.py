@@ -10,40 +10,26 @@ import itertools
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from fedbraid.core import Algorithm
 from fedbraid.data.federated import FederatedData
-from fedbraid.experiment.assembly import Experiment
 from fedbraid.experiment.config import Config, ConfigError, parse
-from fedbraid.experiment.many import Outcome, Point, Together, with_values
+from fedbraid.experiment.points import Point, points_program, with_values
+from fedbraid.metric import is_client_column
+from fedbraid.simulation.points import Points, PointsResult
+from fedbraid.simulation.result import Checkpoints
 
 __all__ = ["Swap", "best", "rounds_to", "score", "spent", "train"]
 
 UNASKED = ("engine", "checkpoint")  # sections that do not change results
 Swap = Callable[[Callable, Mapping[str, Any]], Algorithm]  # (loss, options of the configuration's algorithm)
-
-
-class _Swapped(Together):
-    """Points of an algorithm that a configuration cannot name, such as one over an optax optimizer.
-
-    The configuration names a stand-in with the same exchanges and messages, of which the cohorts and the traffic are
-    laid out; ``swap`` makes what runs in its place, with the stand-in's loss and (traced) options.
-    """
-
-    def __init__(self, swap: Swap, *arguments: Any, **options: Any) -> None:
-        self._swap = swap
-        super().__init__(*arguments, **options)
-
-    def _experiment(self, values: Any) -> Experiment:
-        one = super()._experiment(values)
-        return one._replace(algorithm=self._swap(one.loss, one.config.algorithm.options))
 
 
 def train(
@@ -63,7 +49,7 @@ def train(
 
     seeds: every point is run at each; the points of the result then have a ``seed``, all points of a seed together.
     marks: rounds to evaluate after, beside those that the configuration says.
-    piece: rounds after which models and curves so far are kept; None keeps nothing before the end.
+    piece: rounds between checkpoints; None keeps nothing before the end.
     swap: makes the algorithm in place of the one that the configuration names.
 
     The result has ``points``, ``rounds`` (those evaluated), ``diverged``, one list a point of every metric of the test
@@ -86,61 +72,47 @@ def train(
     keys = tuple(points[0])
     filled = with_values(config, points[0])
     options = {"points": len(points), "seeds": seeds, "test": data.test}
-    if swap is None:
-        together = Together(filled, data, keys, **options)
-    else:
-        together = _Swapped(swap, filled, data, keys, **options)
+    together = points_program(filled, data, keys, **options, swap=swap)
     parts, outcomes = len(seeds) * len(together.chunks(points)), []
     for i, (seed, chunk) in enumerate(itertools.product(seeds, together.chunks(points))):
 
         def on_progress(done: int, i: int = i) -> None:
             tell(f"{name}: round {done} of {config.rounds}, part {i + 1} of {parts}")
 
-        kept = work / f"{name}-{i}.npz"
+        checkpoints = None if piece is None else _checkpoints(work / f"{name}-{i}", piece, asked)
         outcomes.append(
-            _run(together, chunk, asked, kept, seed=seed, marks=marks, piece=piece, swap=swap, tell=on_progress)
+            together.run(
+                chunk,
+                seed=seed,
+                rounds=config.rounds,
+                marks=marks,
+                checkpoints=checkpoints,
+                on_progress=on_progress,
+            )
         )
     result = {"asked": asked, "name": name, "points": asked["points"], **_joined(outcomes, together)}
     result["seconds"] = round(time.perf_counter() - start, 1)
     _replace(path, lambda temporary: temporary.write_text(json.dumps(result), encoding="utf-8"))
     for i in range(len(outcomes)):
-        (work / f"{name}-{i}.npz").unlink(missing_ok=True)
+        shutil.rmtree(work / f"{name}-{i}", ignore_errors=True)
     return result
 
 
-def _run(
-    together: Together,
-    points: Sequence[Point],
-    asked: Mapping[str, Any],
-    kept: Path,
-    *,
-    seed: int,
-    marks: Collection[int],
-    piece: int | None,
-    swap: Swap | None,
-    tell: Callable[[int], None],
-) -> Outcome:
-    config = together.config
-    outcome = _read(kept, asked, together, swap) if piece is not None and kept.exists() else None
-    done = 0 if outcome is None else outcome.rounds
-    while done < config.rounds:
-        end = config.rounds if piece is None else min(done + piece, config.rounds)
-        due = [mark for mark in marks if done < mark <= end]
-        outcome = together.run(
-            points, seed=seed, rounds=end, start=outcome, keep=end < config.rounds, marks=due, on_progress=tell
-        )
-        done = end
-        if done < config.rounds:
-            _write(kept, asked, outcome)
-    assert outcome is not None
-    return outcome
+def _checkpoints(folder: Path, every: int, asked: Mapping[str, Any]) -> Checkpoints:
+    """Checkpoints of one part of a training; those of another training in the same folder are removed."""
+    about = folder / "asked.json"
+    if folder.exists() and not (about.is_file() and _same(json.loads(about.read_text(encoding="utf-8")), asked)):
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    about.write_text(json.dumps(asked), encoding="utf-8")
+    return Checkpoints(folder / "checkpoints", every, resume=True)
 
 
-def _joined(outcomes: Sequence[Outcome], together: Together) -> dict[str, Any]:
+def _joined(outcomes: Sequence[PointsResult], together: Points) -> dict[str, Any]:
     def column(kind: str, name: str) -> list[list[float | None]]:
         return [[_plain(v) for v in row] for outcome in outcomes for row in getattr(outcome, kind)[name].tolist()]
 
-    pooled = [name for name in outcomes[0].evaluations if name != "round" and "_client_" not in name]
+    pooled = [name for name in outcomes[0].evaluations if name != "round" and not is_client_column(name)]
     sent = together.traffic
     return {
         "rounds": outcomes[0].evaluations["round"].tolist(),
@@ -172,41 +144,6 @@ def _replace(path: Path, write: Callable[[Path], Any]) -> None:
     temporary = path.with_name(f"part-{path.name}")
     write(temporary)
     os.replace(temporary, path)
-
-
-def _write(path: Path, asked: Mapping[str, Any], outcome: Outcome) -> None:
-    arrays = {f"carry/{i}": leaf for i, leaf in enumerate(jax.tree.leaves(outcome.carry))}
-    for kind in ("history", "evaluations", "clients"):
-        arrays |= {f"{kind}/{name}": column for name, column in getattr(outcome, kind).items()}
-    arrays |= {"rounds": np.array(outcome.rounds), "diverged": outcome.diverged, "seconds": outcome.seconds}
-    arrays["asked"] = np.frombuffer(json.dumps(asked).encode(), np.uint8)
-    _replace(path, lambda temporary: np.savez(temporary, **arrays))
-
-
-def _read(path: Path, asked: Mapping[str, Any], together: Together, swap: Swap | None) -> Outcome | None:
-    base = together.base
-    algorithm = base.algorithm if swap is None else swap(base.loss, base.config.algorithm.options)
-    shape = jax.eval_shape(lambda params: (algorithm.init(params), algorithm.init_client(params)), base.params)
-    with np.load(path, allow_pickle=False) as kept:
-        if not _same(json.loads(kept["asked"].tobytes()), asked):
-            return None
-
-        def columns(kind: str) -> dict[str, np.ndarray]:
-            return {key.removeprefix(f"{kind}/"): kept[key] for key in kept.files if key.startswith(f"{kind}/")}
-
-        leaves = [kept[f"carry/{i}"] for i in range(len(jax.tree.leaves(shape)))]
-        return Outcome(
-            int(kept["rounds"]),
-            columns("history"),
-            columns("evaluations"),
-            columns("clients"),
-            kept["diverged"],
-            kept["seconds"],
-            jax.tree.unflatten(jax.tree.structure(shape), leaves),
-        )
-
-
-# --- what is made of a result ----------------------------------------------------------------------------------------
 
 
 def score(result: Mapping[str, Any], point: int, *, metric: str = "test_accuracy", last: int = 100) -> float:

@@ -4,12 +4,16 @@ from fedbraid.simulation.arrival import bernoulli, deadline, everyone
 from fedbraid.simulation.devices import use_cores
 from fedbraid.simulation.evaluate import Evaluator, evaluator, metrics_of, summarize
 from fedbraid.simulation.fine_tuning import adaptation, compare_adapted
-from fedbraid.simulation.run import Checkpoints, Progress, Result, simulate
+from fedbraid.simulation.options import EngineOptions
+from fedbraid.simulation.result import Checkpoints, Progress, Result
+from fedbraid.simulation.run import simulate
 from fedbraid.simulation.shadow import ShadowTrace, draw_shadow, trace_shadow
 from fedbraid.simulation.states import HostStates
+from fedbraid.simulation.tuning import time_plans
 
 __all__ = [
     "Checkpoints",
+    "EngineOptions",
     "Evaluator",
     "HostStates",
     "Progress",
@@ -25,6 +29,7 @@ __all__ = [
     "metrics_of",
     "simulate",
     "summarize",
+    "time_plans",
     "trace_shadow",
     "use_cores",
 ]

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["CheckpointError", "latest", "load", "pack", "save", "unpack", "verify"]
+__all__ = ["CheckpointError", "exists", "latest", "load", "pack", "save", "unpack", "verify"]
 
 MANIFEST = "manifest.json"
 PARTIAL = "partial-"
@@ -147,3 +147,8 @@ def load(place: Path) -> tuple[int, dict[str, Any]]:
     with _alone() as reader:
         tree = reader.restore(place.absolute() / "arrays")
     return int(json.loads((place / MANIFEST).read_text())["round"]), tree
+
+
+def exists(root: Path) -> bool:
+    """Whether there is any checkpoint, good or damaged."""
+    return bool(_places(root))

@@ -11,7 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-__all__ = ["AXIS", "client_mesh", "cores", "free_memory", "host_memory", "place", "replicated", "sharded", "use_cores"]
+__all__ = [
+    "AXIS",
+    "client_mesh",
+    "cores",
+    "free_memory",
+    "host_memory",
+    "place",
+    "replicated",
+    "sharded",
+    "total_memory",
+    "use_cores",
+]
 
 AXIS = "clients"
 
@@ -66,6 +77,9 @@ def sharded(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(AXIS))
 
 
+UNKNOWN_MEMORY = 8 << 30  # bytes to reckon with where the system does not say (Windows)
+
+
 def free_memory(device: Any) -> int:
     """Bytes that may be used on a device: its own report, or on a CPU the machine's available memory."""
     stats = device.memory_stats() if device.platform != "cpu" else None
@@ -74,8 +88,21 @@ def free_memory(device: Any) -> int:
     return host_memory()
 
 
+def total_memory(device: Any) -> int:
+    """Bytes of memory that a device has in all, whatever is in use; on a CPU the machine's."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    return _pages("SC_PHYS_PAGES") or UNKNOWN_MEMORY
+
+
 def host_memory() -> int:
-    """Bytes of memory that this machine has free; where a system does not say (macOS), half of all."""
-    free = "SC_AVPHYS_PAGES" in os.sysconf_names
-    pages = os.sysconf("SC_AVPHYS_PAGES") if free else os.sysconf("SC_PHYS_PAGES") // 2
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    """Bytes of memory that this machine has free; half of all where the system does not say (macOS)."""
+    return _pages("SC_AVPHYS_PAGES") or (_pages("SC_PHYS_PAGES") or UNKNOWN_MEMORY) // 2
+
+
+def _pages(name: str) -> int | None:
+    """A number of memory pages that the system reports, in bytes; None if it does not report it."""
+    if name not in getattr(os, "sysconf_names", {}):
+        return None
+    return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")

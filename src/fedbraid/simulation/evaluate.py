@@ -15,12 +15,11 @@ import numpy as np
 
 from fedbraid.data.federated import Split
 from fedbraid.local import MASK
-from fedbraid.metric import MEAN, WORST, WORST_TENTH, Metric, declared_by, is_client_column, metric_of_column
+from fedbraid.metric import MEAN, WORST, WORST_TENTH, Metric, declared_by, metric_of_column
 
 __all__ = [
     "Evaluator",
     "client_values",
-    "describe_result",
     "evaluator",
     "in_batches",
     "metrics_of",
@@ -48,8 +47,8 @@ class Evaluator(NamedTuple):
 def evaluator(metrics: Callable, split: Split, *, batch_size: int = 256) -> Evaluator:
     """A function of params: per metric its sums and weights over each client's examples, ``{name: [2, clients]}``.
 
-    ``metrics(params, batch)`` gives ``{name: (sums [B], weights [B])}``, as a model's does. Names that are not well
-    known are declared with `fedbraid.Metrics`:
+    ``metrics(params, batch)`` gives ``{name: (sums [B], weights [B])}``, as a model's does. Batches are preprocessed as
+    the split says, without augmentation. Names that are not well known are declared with `fedbraid.Metrics`:
 
     >>> import fedbraid as fb
     >>> split = Split.from_clients([{"x": np.array([1.0, 3.0])}, {"x": np.array([5.0])}])
@@ -59,7 +58,7 @@ def evaluator(metrics: Callable, split: Split, *, batch_size: int = 256) -> Eval
     >>> {name: float(value) for name, value in evaluate.summary(1.0).items()}["test_regret_client_worst"]
     4.0
     """
-    compiled = jax.jit(partial(score, metrics, clients=split.num_clients))
+    compiled = jax.jit(partial(score, metrics, clients=split.num_clients, preprocess=split.preprocess))
     batches, owners = in_batches(split, batch_size=batch_size)
     return Evaluator(lambda params: compiled(params, batches, owners), declared_by(metrics))
 
@@ -76,11 +75,12 @@ def metrics_of(metrics: Callable, params: Any, split: Split) -> tuple[Metric, ..
     batch = {name: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for name, a in split.arrays.items()}
     batch[MASK] = jax.ShapeDtypeStruct((1,), jnp.result_type(float))
     declared = declared_by(metrics)
-    return tuple(metric_of_column(name, declared) for name in jax.eval_shape(metrics, params, batch))
+    names = jax.eval_shape(partial(_of_batch, metrics, split.preprocess), params, batch)
+    return tuple(metric_of_column(name, declared) for name in names)
 
 
 def in_batches(split: Split, *, batch_size: int = 256) -> tuple[dict[str, Any], Any]:
-    """All examples of a split in batches, the last one padded, and the client of each row."""
+    """All examples of a split as stored, in batches, the last one padded; and the client of each row."""
     n = split.num_examples
     batch_size = min(batch_size, max(n, 1))
     pad = -n % batch_size
@@ -95,30 +95,31 @@ def in_batches(split: Split, *, batch_size: int = 256) -> tuple[dict[str, Any], 
     return batches, jnp.asarray(np.concatenate([owner, np.zeros(pad, owner.dtype)]))
 
 
-def score(metrics: Callable, params: Any, batches: dict[str, Any], owners: Any, *, clients: int) -> Scores:
-    """Sums and weights of every metric over each client's rows of `in_batches`; works under ``jit`` and ``vmap``."""
-    scores = jax.lax.map(lambda batch: metrics(params, batch), batches)
+def score(
+    metrics: Callable,
+    params: Any,
+    batches: dict[str, Any],
+    owners: Any,
+    *,
+    clients: int,
+    preprocess: Callable | None = None,
+) -> Scores:
+    """Sums and weights of every metric over each client's rows of `in_batches`; works under ``jit`` and ``vmap``.
+
+    preprocess: ``(batch, key, train) -> batch``, called without a key and with ``train=False``.
+    """
+    scores = jax.lax.map(partial(_of_batch, metrics, preprocess, params), batches)
     by_client = lambda leaf: jax.ops.segment_sum(leaf.reshape(-1), owners, clients)  # noqa: E731
     return {name: jnp.stack([by_client(s), by_client(w)]) for name, (s, w) in scores.items()}
+
+
+def _of_batch(metrics: Callable, preprocess: Callable | None, params: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    return metrics(params, batch if preprocess is None else preprocess(batch, None, False))
 
 
 def client_values(sums: Any) -> Any:
     """Each client's own value of a metric; nan for a client without test examples."""
     return sums[0] / jnp.where(sums[1] > 0, sums[1], jnp.nan)
-
-
-def describe_result(result: Any) -> str:
-    """A `Result` in three lines: its size and plan, what is in its history, and the last evaluation."""
-    info = result.info
-    parameters = sum(int(np.prod(np.shape(leaf))) for leaf in jax.tree.leaves(result.params))
-    clients = f"{info.plan.cohort} clients a round"
-    first = f"Result: {info.stopped_at} rounds, {clients}, plan {info.plan.kind}, {parameters:,} parameters"
-    if not result.evaluations:
-        return f"{first}\nhistory: {', '.join(result.history)}\nevaluations: none"
-    pooled = {name: np.asarray(c) for name, c in result.evaluations.items() if not is_client_column(name)}
-    at = pooled.pop("round")
-    last = ", ".join(f"{name} {float(c[-1]):.4g}" for name, c in pooled.items() if c.ndim == 1) or ", ".join(pooled)
-    return f"{first}\nhistory: {', '.join(result.history)}\nevaluations: {at.shape[-1]}; the last one: {last}"
 
 
 def summarize(scores: Mapping[str, Any], prefix: str = "test_", declared: Iterable[Metric] = ()) -> dict[str, Any]:

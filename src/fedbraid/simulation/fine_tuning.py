@@ -9,6 +9,7 @@ side by side, and `compare_adapted` will not make a table without FedAvg in it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -70,13 +71,14 @@ def adaptation(
     def evaluate(params: PyTree, arrays: Any, places: Any) -> Scores:
         def one(client: tuple) -> Scores:
             number, (start, size), (test_start, test_size) = client
-            own = ClientData(arrays[0], start, size, caps[0])
-            test = ClientData(arrays[1], test_start, test_size, caps[1]).everything()
+            own = ClientData(arrays[0], start, size, caps[0], tuning.preprocess)
+            test = ClientData(arrays[1], test_start, test_size, caps[1], query.preprocess).everything()
             key = jax.random.fold_in(jax.random.key(seed), number)
             order, noise = jax.random.fold_in(key, 0), jax.random.fold_in(key, 1)
 
             def step(k: Any, y: PyTree) -> PyTree:
-                g = jax.grad(loss)(y, batches.take(own, k, order), jax.random.fold_in(noise, k))
+                step_key = jax.random.fold_in(noise, k)
+                g = jax.grad(loss)(y, batches.take(own, k, order, step_key), step_key)
                 return jax.tree.map(lambda y, g: y - lr * g, y, g)
 
             adapted = jax.lax.fori_loop(0, steps, step, params)
@@ -129,7 +131,7 @@ def divide(split: Split, support: float, *, seed: int = 0) -> tuple[Split, Split
         inner.append(rows[:cut])
         outer.append(rows[cut:])
     parts = [Split.from_assignment(split.arrays, parts, split.ids) for parts in (inner, outer)]
-    return parts[0], parts[1]
+    return replace(parts[0], preprocess=split.preprocess), replace(parts[1], preprocess=split.preprocess)
 
 
 def _sets(data: Split | FederatedData, support: float, seed: int) -> tuple[Split, Split]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import groupby, zip_longest
 from typing import Any, Literal, NamedTuple
 
@@ -24,19 +25,18 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fedbraid import address
-from fedbraid.core import Algorithm, check_count
+from fedbraid.core import Algorithm
 from fedbraid.costs import data_shapes
 from fedbraid.data.federated import Split
-from fedbraid.local import ClientData, LocalWork
+from fedbraid.local import LocalWork
 from fedbraid.lowering.convolutions import with_convolutions
-from fedbraid.notices import notice
 from fedbraid.simulation import hosts
-from fedbraid.simulation.devices import free_memory
+from fedbraid.simulation.devices import total_memory
+from fedbraid.simulation.options import EngineOptions
 
 __all__ = [
     "Plan",
     "Slots",
-    "check_chunk",
     "choose_plan",
     "client_bytes",
     "cohorts_of",
@@ -56,8 +56,17 @@ class Plan(NamedTuple):
     devices: int
     cohort: int
     chunk: int  # clients in one vmap, or lanes; 1 in the sequential plan
-    alike: int = 0  # examples of some client, where all take the same number of steps and so end together
-    usual: int = 0  # examples of the client that an example belongs to, on average; 0 where nobody asks
+    alike: int = 0  # size of a client, if all clients take the same number of steps and so end together; else 0
+    usual: int = 0  # size-weighted mean client size, sum n^2 / sum n; 0 unless the plan is lanes
+
+    def words(self) -> str:
+        """The plan in a sentence: "sequential", "chunks of 4", "8 lanes"."""
+        chunks, lanes = f"chunks of {self.chunk}", f"{self.chunk} lanes"
+        return {"sequential": "sequential", "chunks": chunks, "lanes": lanes}[self.kind]
+
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {"kind": self.kind, "devices": self.devices, "cohort": self.cohort, "chunk": self.chunk}
 
     @property
     def slots(self) -> int:
@@ -206,24 +215,14 @@ def _timetable(plan: Plan, steps: np.ndarray) -> tuple[Timetable, int]:
 # --- which plan, by rule ---------------------------------------------------------------------------------------------
 
 
-def check_chunk(chunk: Any) -> Any:
-    """``chunk`` if it is a count, "auto" or "tuned"."""
-    if isinstance(chunk, str) and chunk in ("auto", "tuned"):
-        return chunk
-    try:
-        return check_count("chunk", chunk)
-    except ValueError:
-        raise ValueError(f"chunk must be a whole number of at least 1, 'auto' or 'tuned', got {chunk!r}") from None
+def choose_plan(alg: Algorithm, params: Any, data: Any, mesh: Mesh, options: EngineOptions, cohort: int) -> Plan:
+    """The plan by rule, from the options, the program, the kind of devices and their total memory.
 
-
-def choose_plan(
-    alg: Algorithm, params: Any, split: Split, mesh: Mesh, kind: Any, chunk: int | Literal["auto", "tuned"], cohort: int
-) -> Plan:
-    """The plan by rule, from the kind of device and its memory; :mod:`fedbraid.simulation.tune` measures instead."""
-    if check_chunk(chunk) == "tuned":
-        notice("chunk = 'tuned' is measured for single runs alone; several points in one program take 'auto'")
-        chunk = "auto"
+    What else the machine does has no influence, so the same configuration takes the same plan again.
+    """
+    split: Split = data.train
     device, devices = mesh.local_devices[0], mesh.devices.size
+    kind, chunk = options.plan, options.chunk
     if kind == "auto":
         kind = "sequential" if device.platform == "cpu" else "lanes"
     if kind == "sequential":
@@ -231,8 +230,8 @@ def choose_plan(
     share = -(-cohort // devices)
     alike = _alike(alg, split) if kind == "lanes" else 0
     if chunk == "auto":
-        chunk = min(most_clients(client_bytes(alg, params, split), mesh) or share, share)
-        if alike:  # nothing is masked, however many; but the last ones in the queues should not be few
+        chunk = min(most_clients(client_bytes(alg, params, data, options), mesh) or share, share)
+        if alike:  # nothing is masked whatever the chunk is, but the last lanes should not be few
             chunk = -(-share // -(-share // chunk))
         elif kind == "lanes":
             chunk = min(chunk, max(LANES, share // 4))
@@ -247,22 +246,22 @@ def _alike(alg: Algorithm, split: Split) -> int:
 
 
 def most_clients(need: int | None, mesh: Mesh) -> int | None:
-    """How many clients of ``need`` bytes a device may take at a time; None if nobody knows what they need."""
-    return int(max(1, 0.5 * hosts.least(free_memory(mesh.local_devices[0])) // need)) if need else None
+    """How many clients of ``need`` bytes a device takes at a time: half of its memory; None if ``need`` is unknown."""
+    return int(max(1, 0.5 * hosts.least(total_memory(mesh.local_devices[0])) // need)) if need else None
 
 
-def client_bytes(alg: Algorithm, params: Any, split: Split) -> int | None:
+def client_bytes(alg: Algorithm, params: Any, data: Any, options: EngineOptions) -> int | None:
     """Memory that one more client in a chunk takes, by the compiled program; None while hyper-parameters are traced."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     server, state = jax.eval_shape(alg.init, params), jax.eval_shape(alg.init_client, params)
-    whole = data_shapes(split)
+    whole = data_shapes(data)
     few = {n: jax.ShapeDtypeStruct((whole.cap, *s.shape[1:]), s.dtype) for n, s in whole.arrays.items()}
-    data = ClientData(few, whole.offset, whole.size, whole.cap)
+    own = replace(whole, arrays=few)
     largest = 0
-    for exchange in with_convolutions(alg, "fast").exchanges:
+    for exchange in with_convolutions(alg, options.convolutions).exchanges:
         down = jax.eval_shape(exchange.send, server)
         try:
-            compiled = jax.jit(exchange.client).lower(down, state, data, key).compile()
+            compiled = jax.jit(exchange.client).lower(down, state, own, key).compile()
         except jax.errors.UnexpectedTracerError:
             return None
         used = compiled.memory_analysis()

@@ -4,8 +4,8 @@ T. Renard, Notes on Federated Optimization, 2022, Notation 2.1: xbar^(t,k) = (1/
 the shadow; the analysis of FedAvg follows it, because FedAvg's server model is its end, x^(t+1) = xbar^(t,tau), and
 because its distance from the clients is their drift (Lemma 2.3).
 
-This is for small problems: a trace holds every iterate. It reads the same algorithm with the same addresses of
-randomness as `simulate`, so it shows what a run did, not another run.
+This is for small problems: a trace holds every iterate of every client. It is a run of the same loop as `simulate`,
+with the same addresses of randomness, of an algorithm whose clients also keep their iterates in their state.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
-from fedbraid import address
-from fedbraid.core import Aggregate, Algorithm, Exchange, Report, check_count, check_structure, reduce_reports
-from fedbraid.costs import data_shapes
+from fedbraid.core import Algorithm, Exchange, Report, check_count
+from fedbraid.costs import cost
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.drawing import BLACK, BLUE, GREEN, ORANGE, PINK, SKY, YELLOW
-from fedbraid.local import ClientData, Fold, LocalWork
+from fedbraid.local import Fold, LocalWork, map_inputs, map_report
+from fedbraid.simulation.loop import RoundLoop, Schedule
+from fedbraid.simulation.options import EngineOptions
+from fedbraid.simulation.placement import place_run
 from fedbraid.simulation.plan import cohorts_of
+from fedbraid.simulation.program import Task
+from fedbraid.simulation.run import check_cohort, compiled_rounds, federated_data
 
 __all__ = ["ShadowTrace", "draw_shadow", "trace_shadow"]
 
@@ -51,6 +55,15 @@ class ShadowTrace(NamedTuple):
         """The clients' mean squared distance from the shadow, ``[T, K + 1]``: the left side of Lemma 2.3."""
         away = np.sum((self.iterates - self.shadow[:, None]) ** 2, -1)
         return np.einsum("tm,tmk->tk", self.weights, away)
+
+
+class _Recorded(NamedTuple):
+    """A client's own state, and what its last walk over its batches left behind."""
+
+    own: Any
+    seen: Any  # [K + 1, d]: the models
+    steps: Any
+    weight: Any
 
 
 class _Recording(NamedTuple):
@@ -86,59 +99,39 @@ def trace_shadow(
     True
     """
     check_count("rounds", rounds)
-    split = data.train if isinstance(data, FederatedData) else data
-    split.check()
-    asked = split.num_clients if cohort is None else check_count("cohort", cohort)
-    if asked > split.num_clients:
-        raise ValueError(f"cohort must be at most the population of {split.num_clients} clients, got {asked}")
-    check_structure(alg, params, data_shapes(split))
-    index, which = _recorded_fold(alg, params, exchange)
+    federated = federated_data(data)
+    asked = check_cohort(federated.train, cohort)
+    traffic = cost(alg, params, federated)  # checks the structure, before anything compiles
+    index, fold = _recorded_fold(alg, params, exchange)
     flat, unravel = ravel_pytree(params)
-    clients = [jax.jit(e.client) for e in alg.exchanges]
-    clients[index] = jax.jit(_recorder(cast(LocalWork, alg.exchanges[index].client), which, split, flat))
-    receive = [jax.jit(e.receive) for e in alg.exchanges]
-
-    arrays = {name: jnp.asarray(a) for name, a in split.arrays.items()}
-    cap = int(split.sizes.max())
-    server = alg.init(params)
-    states = [alg.init_client(params) for _ in range(split.num_clients)]
+    task = Task(_recorder(alg, index, fold, federated.train, flat), federated)
+    options = EngineOptions(plan="sequential", devices=1, data_in="device", states_in="device")
+    placement = place_run(task.algorithm, params, federated, options, asked)
+    driver = compiled_rounds(task, params, placement, options, traffic, rounds=rounds, seed=seed)
     path, rows = [np.asarray(flat)], []
-    for round_ in range(rounds):
-        cohorts = cohorts_of(alg, seed, round_, split.num_clients, asked)
-        for i, (step, ids) in enumerate(zip(alg.exchanges, cohorts, strict=True)):
-            key = address.exchange_key(jax.random.key(seed), round_, i)
-            down, reports, seen = step.send(server), [], []
-            for client in map(int, ids):
-                own = ClientData(arrays, jnp.int32(split.offsets[client]), jnp.int32(split.sizes[client]), cap)
-                result = clients[i](down, states[client], own, address.client_key(key, client))
-                if i == index:
-                    result, *recorded = result
-                    seen.append(recorded)
-                states[client] = result.state
-                reports.append(result)
-            server = receive[i](server, _reduced(step, reports, split.num_clients), address.server_key(key))
-            if i == index:
-                rows.append((np.asarray(ids), *_held(seen), np.array([float(r.weight) for r in reports])))
+
+    def look(server: PyTree) -> dict[str, Any]:
+        """After every round: the server's model, and what the cohort's clients recorded."""
+        ids = cohorts_of(alg, seed, driver.done - 1, federated.train.num_clients, asked)[index]
+        kept = jax.tree.map(lambda leaf: np.asarray(leaf[ids]), driver.states)
         path.append(np.asarray(ravel_pytree(alg.params(server))[0]))
+        rows.append((ids, _held(kept.seen, kept.steps), kept.steps, kept.weight))
+        return {}
+
+    driver.scorer = look
+    RoundLoop(driver, Schedule(rounds, evaluate_every=1)).run()
     ids, iterates, steps, weights = (np.stack(column) for column in zip(*rows, strict=True))
     weights = weights / weights.sum(1, keepdims=True)
     shadow = np.einsum("tm,tmkd->tkd", weights, iterates)
     return ShadowTrace(np.stack(path), iterates, shadow, ids, steps, weights, unravel)
 
 
-def _reduced(step: Exchange, reports: list[Report], population: int) -> Aggregate:
-    ups = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(r.up for r in reports))
-    up, weight, count = reduce_reports(step.reducer, ups, jnp.stack([jnp.asarray(r.weight) for r in reports]))
-    return Aggregate(up, weight, count, jnp.asarray(population))
-
-
-def _held(seen: list) -> tuple[np.ndarray, np.ndarray]:
-    """Iterates ``[M, K + 1, d]``, each client's last one repeated to the end, and numbers of steps ``[M]``."""
-    steps = np.array([int(k) for _, k in seen])
-    paths = np.stack([np.asarray(models) for models, _ in seen])
+def _held(seen: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """Iterates ``[M, K + 1, d]``, each client's last one repeated to the end."""
+    paths = seen.copy()
     for path, k in zip(paths, steps, strict=True):
         path[k + 1 :] = path[k]
-    return paths, steps
+    return paths
 
 
 def _model_fold(alg: Algorithm, params: PyTree, step: Exchange) -> int | None:
@@ -156,7 +149,7 @@ def _model_fold(alg: Algorithm, params: PyTree, step: Exchange) -> int | None:
 
 
 def _local_model(carry: Any) -> PyTree | None:
-    """A client's model on its way: ``params`` of the carry, or ``y`` where an algorithm keeps the papers' letter."""
+    """A client's model during its local steps: ``params`` of the carry."""
     return getattr(carry, "params", getattr(carry, "y", None))
 
 
@@ -177,18 +170,46 @@ def _recorded_fold(alg: Algorithm, params: PyTree, name: str | None) -> tuple[in
     return able[names.index(name)]
 
 
-def _recorder(work: LocalWork, which: int, split: Split, like: Any) -> Callable:
-    """The client, returning (report, models seen in fold ``which``, number of its steps)."""
+def _recorder(alg: Algorithm, index: int, which: int, split: Split, like: Any) -> Algorithm:
+    """``alg`` whose clients also keep, in their state, the models of fold ``which`` of exchange ``index``."""
+    work = cast(LocalWork, alg.exchanges[index].client)
+    most = int(np.max(work.folds[which].batches.count(split.sizes)))
+    blank = jnp.zeros((most + 1, like.size), like.dtype)
+
+    def init_client(params: PyTree) -> _Recorded:
+        zero = jnp.zeros((), jnp.result_type(float))
+        return _Recorded(alg.init_client(params), blank, jnp.int32(0), zero)
+
+    def wrapped(i: int, exchange: Exchange) -> Exchange:
+        client: Callable = _recording_work(work, which, blank) if i == index else exchange.client
+
+        def keep_record(report: Any, down: PyTree, state: _Recorded, key: Any) -> Report:
+            if i != index:
+                return report._replace(state=state._replace(own=report.state))
+            inner, seen, k = report
+            weight = jnp.asarray(inner.weight, jnp.result_type(float))
+            return inner._replace(state=_Recorded(inner.state, seen, k, weight))
+
+        def reconcile(state: _Recorded, meant: PyTree, decoded: PyTree) -> _Recorded:
+            return state._replace(own=exchange.reconcile(state.own, meant, decoded))
+
+        inner = map_inputs(client, state=lambda state: state.own)
+        return exchange._replace(client=map_report(inner, keep_record), reconcile=reconcile)
+
+    exchanges = tuple(wrapped(i, exchange) for i, exchange in enumerate(alg.exchanges))
+    return alg._replace(init_client=init_client, exchanges=exchanges)
+
+
+def _recording_work(work: LocalWork, which: int, blank: Any) -> LocalWork:
+    """The client's work, whose report is (report, models seen in fold ``which``, number of its steps)."""
     fold = work.folds[which]
-    most = int(np.max(fold.batches.count(split.sizes)))
 
     def model(carry: Any) -> Any:
         return ravel_pytree(_local_model(carry))[0]
 
     def start(down: PyTree, state: PyTree, key: Any) -> _Recording:
         carry = fold.start(down, state, key)
-        seen = jnp.zeros((most + 1, like.size), like.dtype).at[0].set(model(carry))
-        return _Recording(carry, seen, jnp.int32(0))
+        return _Recording(carry, blank.at[0].set(model(carry)), jnp.int32(0))
 
     def advance(r: _Recording, batch: dict, key: Any, down: PyTree) -> _Recording:
         carry = fold.step(r.carry, batch, key, down)

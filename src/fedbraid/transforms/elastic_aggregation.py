@@ -106,7 +106,8 @@ def elastic(
     check_number("held_out", held_out, low=0, high=1, open_low=True, open_high=True)
     if batch_size is not None:
         check_count("batch_size", batch_size)
-    sense = _sensing(outputs, mu, sensitivity, Batches(batch_size, epochs=1, shuffle=False, part=(1 - held_out, 1.0)))
+    held = Batches(batch_size, epochs=1, shuffle=False, part=(1 - held_out, 1.0), augment=False)
+    sense = _sensing(outputs, mu, sensitivity, held)
 
     def change(one: Exchange) -> Exchange:
         refuse_sealed(one, "elastic")

@@ -15,7 +15,7 @@ import numpy as np
 
 from fedbraid.data.formats.columns import as_labels
 from fedbraid.data.formats.plain_sets import add_grouped, add_plain
-from fedbraid.data.preprocess import Pipeline
+from fedbraid.data.preprocess import Pipeline, scaling_of
 from fedbraid.data.store import StoreWriter
 
 __all__ = ["read_npz"]
@@ -82,10 +82,8 @@ def _describe(writer: StoreWriter, rows: dict[str, np.ndarray], classes: int | N
     if rows["y"].dtype == np.int32:
         found = int(rows["y"].max()) + 1
         writer.info.setdefault("classes", classes or found)
-    images = rows["x"].dtype == np.uint8 and rows["x"].ndim >= 3
-    if images and rows["x"].shape[1:] == (28, 28) and writer.info.get("classes") == 62:
+    writer.preprocess = scaling_of(rows)
+    if writer.preprocess and rows["x"].shape[1:] == (28, 28) and writer.info.get("classes") == 62:
         writer.name = "femnist"  # paper 255, ink 0
         writer.info |= {"source": "LEAF FEMNIST (NIST writers)", "licence": "NIST SD 19"}
         writer.preprocess = Pipeline.of({"name": "scale"}, {"name": "invert"})
-    elif images:
-        writer.preprocess = Pipeline.of({"name": "scale"})

@@ -17,6 +17,7 @@ import numpy as np
 
 from fedbraid.data.formats.columns import as_labels, need
 from fedbraid.data.formats.plain_sets import add_grouped, add_plain
+from fedbraid.data.preprocess import scaling_of
 from fedbraid.data.store import StoreWriter
 
 __all__ = ["arrow_columns", "read_table"]
@@ -62,15 +63,17 @@ def read_table(
             keep = None if chunk is None else need("pyarrow.compute").field(client).isin(chunk)
             fields, ids = arrow_columns(data.to_table(columns=wanted, filter=keep), shown, **options)
             assert ids is not None
-            _count_classes(writer, fields, classes)
+            _describe(writer, fields, classes)
             add_grouped(writer, split, fields, ids, shown)
     for fields in plain.values():
-        _count_classes(writer, fields, classes)
+        _describe(writer, fields, classes)
     if plain:
         add_plain(writer, plain["train"], plain.get("test"), sources["train"][0])
 
 
-def _count_classes(writer: StoreWriter, fields: dict[str, Any], classes: int | None) -> None:
+def _describe(writer: StoreWriter, fields: dict[str, Any], classes: int | None) -> None:
+    """What the store says about itself: how many labels there are, and that images in bytes are divided by 255."""
+    writer.preprocess = scaling_of({name: field for name, field in fields.items() if isinstance(field, np.ndarray)})
     y = fields.get("y")
     if isinstance(y, np.ndarray) and y.dtype == np.int32 and len(y):
         writer.info["classes"] = classes or max(writer.info.get("classes", 0), int(y.max()) + 1)

@@ -22,7 +22,7 @@ import numpy as np
 from fedbraid.data import text
 from fedbraid.data.formats.archive import open_binary, read_bytes, unpacked
 from fedbraid.data.formats.columns import as_labels, as_pixels, need
-from fedbraid.data.preprocess import Pipeline
+from fedbraid.data.preprocess import Pipeline, scaling_of
 from fedbraid.data.store import StoreWriter
 
 __all__ = ["parse_example", "read_tff"]
@@ -119,25 +119,34 @@ def _recipe(
         writer.info |= {"classes": text.VOCABULARY_SIZE, "source": "TFF federated Shakespeare (play and role)"}
         return lambda fields, at: {"snippets": fields["snippets"]}
     if "tokens" in names:
-        writer.name = "stackoverflow"
-        train = next(s for s in sources if s.split == "train")
-        if vocabulary is not None:
-            listed = read_bytes(vocabulary).decode().splitlines()
-            chosen = tuple(line.split()[0] for line in listed if line.strip())[:words]
-        else:
-            chosen = text.frequent_words(_count_words(train), words)
-        index = text.word_index(chosen)
-        writer.info |= {
-            "classes": len(index) + 4,
-            "source": "TFF federated StackOverflow",
-            "licence": "CC BY-SA 3.0",
-            "vocabulary": list(chosen),
-        }
-        writer.preprocess = Pipeline.of({"name": "integers", "fields": "x,y"})
-        return lambda fields, at: text.word_windows(
-            _strings(fields["tokens"], f"{at}: field tokens"), index, length=length
-        )
-    return lambda fields, at: fields
+        return _stackoverflow(writer, next(s for s in sources if s.split == "train"), words, length, vocabulary)
+
+    def other(fields: Fields, at: str) -> Fields:
+        writer.preprocess = scaling_of(fields)
+        return fields
+
+    return other
+
+
+def _stackoverflow(
+    writer: StoreWriter, train: Source, words: int, length: int, vocabulary: Path | None
+) -> Callable[[Fields, str], Fields]:
+    """Next-word examples in the vocabulary of a file, or of the most frequent words of the train split."""
+    writer.name = "stackoverflow"
+    if vocabulary is not None:
+        listed = read_bytes(vocabulary).decode().splitlines()
+        chosen = tuple(line.split()[0] for line in listed if line.strip())[:words]
+    else:
+        chosen = text.frequent_words(_count_words(train), words)
+    index = text.word_index(chosen)
+    writer.info |= {
+        "classes": len(index) + 4,
+        "source": "TFF federated StackOverflow",
+        "licence": "CC BY-SA 3.0",
+        "vocabulary": list(chosen),
+    }
+    writer.preprocess = Pipeline.of({"name": "integers", "fields": "x,y"})
+    return lambda fields, at: text.word_windows(_strings(fields["tokens"], f"{at}: field tokens"), index, length=length)
 
 
 def _count_words(source: Source) -> Counter[str]:

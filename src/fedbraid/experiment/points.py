@@ -1,0 +1,182 @@
+"""Points of a configuration: values for some of its keys, and the programs that run several points together.
+
+Rates may be traced, so points that differ in rates alone are one program (see :mod:`fedbraid.simulation.points`).
+Counts, names and shapes are static: points that differ in them need programs of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fedbraid import address
+from fedbraid.core import Algorithm, StaticValueError, message_shapes
+from fedbraid.costs import data_shapes
+from fedbraid.data.federated import FederatedData, Split
+from fedbraid.experiment.assembly import Experiment, assemble
+from fedbraid.experiment.config import Config, ConfigError, parse
+from fedbraid.simulation.loop import Schedule
+from fedbraid.simulation.points import Points, PointsError, PointTask, Study
+from fedbraid.simulation.program import Task
+
+__all__ = ["Point", "measured", "points_program", "traceable", "with_traced", "with_values"]
+
+Point = Mapping[str, Any]
+TRACED_SECTIONS = ("algorithm", "model", "transforms")
+STATIC = (  # what a value that may not be traced raises
+    StaticValueError,
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+def with_values(config: Config, values: Point) -> Config:
+    """The configuration with other values at some keys, checked; keys are dotted, transforms are counted from 0.
+
+    >>> with_values(Config(), {"algorithm.client_lr": 0.5, "rounds": 7}).algorithm.options
+    {'client_lr': 0.5}
+    """
+    tree = config.model_dump()
+    for key, value in values.items():
+        *parents, last = key.split(".")
+        here: Any = tree
+        for part in parents:
+            here = _child(here, part, key)
+        if isinstance(here, list):
+            raise ConfigError(f"{key!r} names a whole transform; name one of its options, such as {key}.OPTION")
+        if not isinstance(here, dict):
+            raise ConfigError(f"{key!r}: {parents[-1]!r} is a value, not a section")
+        here[last] = value
+    return parse(tree)
+
+
+def _child(here: Any, part: str, key: str) -> Any:
+    if isinstance(here, tuple | list):
+        if not part.isdigit() or int(part) >= len(here):
+            raise ConfigError(f"{key!r}: there are {len(here)} transforms, counted from 0; there is no {part!r}")
+        return here[int(part)]
+    if not isinstance(here, dict):
+        raise ConfigError(f"{key!r}: a value lies where {part!r} should be a section")
+    return here.setdefault(part, {})
+
+
+def with_traced(config: Config, values: Point) -> Config:
+    """The configuration with traced numbers at options of its algorithm, model or transforms.
+
+    Nothing is parsed again: the configuration was checked with plain values, and a traced one has no value to check.
+    """
+    for key, value in values.items():
+        section, *rest = key.split(".")
+        if section == "transforms":
+            index, option = int(rest[0]), rest[1]
+            changed = config.transforms[index].model_copy(update={option: value})
+            transforms = (*config.transforms[:index], changed, *config.transforms[index + 1 :])
+            config = config.model_copy(update={"transforms": transforms})
+        else:
+            named = getattr(config, section).model_copy(update={rest[0]: value})
+            config = config.model_copy(update={section: named})
+    return config
+
+
+def traceable(config: Config, data: FederatedData, values: Mapping[str, Sequence[Any]]) -> tuple[str, ...]:
+    """Those keys whose values are numbers that may be traced: rates may, counts may not.
+
+    A key may be traced if everything that the configuration names can be built, and its messages laid out, without
+    knowing the key's value. An error that has another reason than the traced value is raised.
+    """
+    numbers = [
+        key
+        for key, all_ in values.items()
+        if key.split(".")[0] in TRACED_SECTIONS
+        and all(isinstance(v, int | float) and not isinstance(v, bool) for v in all_)
+    ]
+    found: list[str] = []
+    for key in numbers:  # one by one on top of those found: two that may be traced alone may not be together
+        if _builds(config, data, [*found, key]):
+            found.append(key)
+    return tuple(found)
+
+
+def _builds(config: Config, data: FederatedData, keys: Sequence[str]) -> bool:
+    def attempt(values: Any) -> Any:
+        experiment = assemble(with_traced(config, dict(zip(keys, values, strict=True))), data)
+        message_shapes(experiment.algorithm, experiment.params, data_shapes(data))
+        return values
+
+    try:
+        jax.eval_shape(attempt, [jnp.zeros(()) for _ in keys])
+    except Exception as error:
+        if _needs_value(error):
+            return False
+        raise
+    return True
+
+
+def _needs_value(error: BaseException | None) -> bool:
+    """Whether an error, or one that caused it, says that a traced value must be known."""
+    while error is not None:
+        if isinstance(error, STATIC):
+            return True
+        error = error.__cause__
+    return False
+
+
+def measured(experiment: Experiment, data: FederatedData, prefix: str) -> tuple[list[str], list[str]]:
+    """Names of what will be evaluated and of what the clients will report, without running anything.
+
+    >>> from fedbraid.experiment import build
+    >>> experiment = build(Config())
+    >>> measured(experiment, experiment.data, "test_")
+    (['test_accuracy', 'test_loss'], ['train/loss'])
+    """
+    alg, params, clients = experiment.algorithm, experiment.params, data_shapes(data)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    server, state = jax.eval_shape(alg.init, params), jax.eval_shape(alg.init_client, params)
+    logged = []
+    for exchange in alg.exchanges:
+        report = jax.eval_shape(exchange.client, jax.eval_shape(exchange.send, server), state, clients, key)
+        logged += [f"{exchange.name}/{name}" for name in report.metrics]
+    batch = jax.eval_shape(lambda data: data.rows(jnp.zeros(1, jnp.int32), jnp.ones(1, bool)), clients)
+    return [prefix + name for name in jax.eval_shape(experiment.metrics, params, batch)], logged
+
+
+def points_program(
+    config: Config,
+    data: FederatedData,
+    keys: Sequence[str],
+    *,
+    points: int,
+    seeds: Sequence[int],
+    test: Split | None = None,
+    prefix: str = "test_",
+    most: int | None = None,
+    swap: Callable[[Callable, Mapping[str, Any]], Algorithm] | None = None,
+) -> Points:
+    """The programs of points that differ in the values of ``keys`` alone.
+
+    config: a configuration with valid values for all keys (the first point's).
+    points: how many there will be; at most ``most`` run at a time, fewer if they do not fit into memory.
+    test: the split that is evaluated, under names that begin with ``prefix``.
+    swap: makes the algorithm in place of the one that the configuration names, from the loss and its (traced) options:
+        for one that a configuration cannot name. It must have the same exchanges and messages.
+    """
+
+    def build(values: Mapping[str, Any], data: FederatedData) -> PointTask:
+        experiment = assemble(with_traced(config, values), data)
+        algorithm = experiment.algorithm
+        if swap is not None:
+            algorithm = swap(experiment.loss, experiment.config.algorithm.options)
+        task = Task(algorithm, data, experiment.arrival)
+        return PointTask(task, experiment.metrics, lambda seed: experiment.model.init(address.init_key(seed)))
+
+    cohort = data.train.num_clients if config.cohort == "all" else config.cohort
+    study = Study(build, tuple(keys), {}, data, test, prefix)
+    schedule = Schedule(config.rounds, config.evaluation.every)
+    try:
+        return Points(study, config.engine, schedule, cohort=cohort, points=points, seeds=seeds, most=most)
+    except PointsError as error:
+        raise ConfigError(str(error)) from None

@@ -1,0 +1,250 @@
+"""What all sites of a federation agree on, read from two files of the app that ``fedbraid deploy init`` writes.
+
+``experiment.toml`` is the experiment's configuration. ``federation.toml`` describes its data (fields, classes,
+preprocessing, number of clients) for sites that hold data of their own, and sets the policy of rounds. Model and
+algorithm are assembled from the two as for a simulated run.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flwr.app import Context
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from fedbraid.data.catalog import load as load_data_set
+from fedbraid.data.description import DataDescription
+from fedbraid.data.federated import FederatedData
+from fedbraid.data.preprocess import pipeline
+from fedbraid.experiment.assembly import Experiment, assemble, steps_of
+from fedbraid.experiment.config import Config, ConfigError, load_config
+from fedbraid.flower.client import LoadData, LoadTest, client_app
+from fedbraid.flower.identity import Schema
+from fedbraid.flower.policy import Policy
+from fedbraid.flower.record import open_folder, write_run
+from fedbraid.flower.server import serve
+from fedbraid.metric import is_client_column
+from fedbraid.simulation.evaluate import Evaluator, client_values, evaluator
+
+__all__ = [
+    "Federation",
+    "evaluating_clients",
+    "federation_client_app",
+    "federation_server_app",
+    "load_federation",
+    "written_description",
+]
+
+PyTree = Any
+TAG = "[fedbraid] "
+EXPERIMENT, FEDERATION = "experiment.toml", "federation.toml"
+
+
+@dataclass(frozen=True)
+class Federation:
+    """What a federation computes, and how its rounds are held.
+
+    Model, algorithm and data are made when they are first asked for, because the process of a node is short.
+
+    evaluates: the server tests the model on the experiment's own test split.
+    evaluate_clients: how many clients test it on their own test data.
+    """
+
+    config: Config
+    description: DataDescription
+    policy: Policy
+    evaluates: bool = False
+    evaluate_clients: int = 0
+    checkpoint_every: int = 1
+
+    @property
+    def population(self) -> int:
+        return self.description.population
+
+    @property
+    def schema(self) -> Schema:
+        """What every site's data must fit: the fields as stored."""
+        return self.description.fields
+
+    @cached_property
+    def experiment(self) -> Experiment:
+        """Model and algorithm: those of a simulated run with the same configuration."""
+        return assemble(self.config, self.description)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of what clients compute. Sites whose fingerprint differs from the server's are refused."""
+        return self.experiment.digest
+
+    @cached_property
+    def data(self) -> FederatedData:
+        """The experiment's own data: for rehearsals, and for a server that evaluates on its test split."""
+        return load_data_set(self.config.data.name, **self.config.data.options)
+
+    def rehearsal_rows(self, client: Any) -> dict[str, np.ndarray]:
+        """The examples of client ``client`` in the experiment: they replace a site's data in a rehearsal."""
+        return self.data.train.client(self._number(client))
+
+    def rehearsal_test(self, client: Any) -> dict[str, np.ndarray] | None:
+        """Its test examples in the experiment; None if the test split is by other clients, or missing."""
+        number, data = self._number(client), self.data
+        return data.test.client(number) if data.test is not None and data.aligned else None
+
+    def _number(self, client: Any) -> int:
+        if type(client) is not int or not 0 <= client < self.population:
+            raise ValueError(
+                f"the node's config says partition-id={client!r}; clients are numbered 0 to {self.population - 1}"
+            )
+        return client
+
+
+# --- the file -------------------------------------------------------------------------------------------------------
+
+
+def written_description(description: DataDescription) -> dict[str, Any]:
+    """A data description as plain values: three sections of ``federation.toml``."""
+    fields = {
+        name: {"shape": list(field.shape), "dtype": jax.dtypes.canonicalize_dtype(field.dtype).name}
+        for name, field in description.fields.items()
+    }
+    about: dict[str, Any] = {"population": description.population}
+    if description.classes is not None:
+        about["classes"] = description.classes
+    return {"federation": about, "schema": fields, "preprocess": steps_of(description)}
+
+
+def _read_description(about: Mapping[str, Any], name: str) -> DataDescription:
+    """The inverse of `written_description`."""
+    federation = about["federation"]
+    return DataDescription(
+        fields={
+            name: jax.ShapeDtypeStruct(tuple(field["shape"]), field["dtype"]) for name, field in about["schema"].items()
+        },
+        population=federation["population"],
+        classes=federation.get("classes"),
+        preprocess=pipeline(about.get("preprocess")),
+        name=name,
+    )
+
+
+def evaluating_clients(value: Any, population: int) -> int:
+    """How many clients evaluate: ``evaluate_clients`` of ``federation.toml``, checked."""
+    if value == "all":
+        return population
+    if type(value) is not int or not 0 <= value <= population:
+        raise ConfigError(
+            f'evaluate_clients = {value!r} in {FEDERATION}: it must be "all" or a whole number from 0 (no client) to '
+            f"the population of {population}"
+        )
+    return value
+
+
+def load_federation(folder: Path) -> Federation:
+    """The federation in an app's package folder."""
+    place = folder / FEDERATION
+    try:
+        about = tomllib.loads(place.read_text())
+        config = load_config(folder / EXPERIMENT)
+        description = _read_description(about, config.data.name)
+        policy = Policy(**about["policy"])
+        federation = about["federation"]
+    except OSError as error:
+        raise ConfigError(f"cannot read {place}: {error.strerror}; make an app with fedbraid deploy init") from None
+    except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{place} is not what fedbraid deploy init writes: {error!r}") from None
+    policy.check()
+    return Federation(
+        config,
+        description,
+        policy,
+        evaluates=federation.get("evaluate", False),
+        evaluate_clients=evaluating_clients(federation.get("evaluate_clients", 0), description.population),
+        checkpoint_every=federation.get("checkpoint_every", 1),
+    )
+
+
+# --- the apps -------------------------------------------------------------------------------------------------------
+
+
+def federation_client_app(
+    federation: Federation, load_data: LoadData, load_test: LoadTest, *, cache: bool = True
+) -> ClientApp:
+    """The ClientApp that every site of a federation runs; arguments as for :func:`fedbraid.flower.client_app`."""
+    experiment = federation.experiment
+    return client_app(
+        experiment.algorithm,
+        experiment.shapes,
+        load_data,
+        preprocess=federation.description.preprocess,
+        metrics=experiment.metrics,
+        load_test=load_test,
+        fingerprint=federation.fingerprint,
+        cache=cache,
+    )
+
+
+def federation_server_app(federation: Federation) -> ServerApp:
+    """The ServerApp of a federation. It writes the run folder that the run's config names, ``out``.
+
+    A folder that holds a run which stopped is continued.
+    """
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        config, experiment = federation.config, federation.experiment
+        rounds = int(context.run_config.get("rounds", config.rounds))
+        out = Path(str(context.run_config["out"])).expanduser().absolute()
+        checkpoints = open_folder(out, config)
+        score = evaluate = None
+        if federation.evaluates and federation.data.test is not None:
+            score = evaluator(experiment.metrics, federation.data.test)
+            evaluate = partial(_on_server, score, clients_too=bool(federation.evaluate_clients))
+        served = serve(
+            experiment.algorithm,
+            experiment.params,
+            grid,
+            schema=federation.schema,
+            preprocess=federation.description.preprocess,
+            rounds=rounds,
+            population=federation.population,
+            cohort=None if config.cohort == "all" else config.cohort,
+            seed=config.seed,
+            policy=federation.policy,
+            evaluate=evaluate,
+            metrics=experiment.metrics if federation.evaluate_clients else None,
+            evaluate_clients=federation.evaluate_clients or None,
+            eval_every=config.evaluation.every,
+            checkpoints=checkpoints,
+            checkpoint_every=federation.checkpoint_every,
+            fingerprint=federation.fingerprint,
+            say=_say,
+        )
+        clients = served.clients
+        if score and not federation.evaluate_clients:
+            clients = {f"test_{name}": client_values(sums) for name, sums in score(served.params).items()}
+        declared, finished = experiment.metrics.declared, served.rounds == rounds
+        summary = write_run(out, config, served, finished=finished, clients=clients, declared=declared)
+        _say(f"done: {summary.rounds} rounds in {summary.seconds:.1f} s, written to {out}")
+
+    return app
+
+
+def _say(text: str) -> None:
+    """Print lines of progress. The tag tells them from Flower's own lines in a ServerApp's log."""
+    print(*(TAG + line for line in text.splitlines()), sep="\n", flush=True)
+
+
+def _on_server(score: Evaluator, params: PyTree, *, clients_too: bool) -> dict[str, Any]:
+    """Scores on the server's own test split; where clients evaluate too, they are named ``server_...``."""
+    if not clients_too:
+        return score.summary(params)
+    return {name: value for name, value in score.summary(params, "server_").items() if not is_client_column(name)}

@@ -1,0 +1,88 @@
+"""What a run writes down: columns with one entry a round, columns with one entry an evaluation, and its load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from fedbraid.core import is_traced
+from fedbraid.costs import Cost
+from fedbraid.simulation.plan import Load
+
+__all__ = ["History", "on_host"]
+
+Columns = dict[str, Any]
+
+
+def on_host(value: Any) -> Any:
+    """A NumPy array, unless the value is traced."""
+    return value if is_traced(value) else np.asarray(value)
+
+
+def _join(parts: list[Any], put: str) -> Any:
+    """``np.concatenate`` or ``np.stack`` along the last axis; by jax where a part is traced."""
+    module: Any = jnp if any(map(is_traced, parts)) else np
+    return getattr(module, put)(parts, axis=-1)
+
+
+class History:
+    """The columns of a run. With an axis of points every column has the points in front, the rounds last."""
+
+    def __init__(self, traffic: Cost, cohort: int) -> None:
+        self.traffic, self.cohort = traffic, cohort
+        self.logs: list[Columns] = []
+        self.evaluations: list[Columns] = []
+        self.steps = self.masked = 0
+        self.imbalance = 0.0  # summed over rounds
+
+    def add_rounds(self, loads: list[list[Load]], log: Columns) -> None:
+        """Rounds that are done: their load by exchange, and what the clients reported."""
+        number = len(loads)
+        for exchange in self.traffic.exchanges:
+            arrived = log[f"{exchange.name}/arrived"]
+            log[f"{exchange.name}/bytes_down"] = np.full(arrived.shape, self.cohort * float(exchange.down))
+            log[f"{exchange.name}/bytes_up"] = arrived * float(exchange.up)
+        self.logs.append(log)
+        flat = [load for row in loads for load in row]
+        self.steps += sum(load.steps for load in flat)
+        self.masked += sum(load.masked for load in flat)
+        self.imbalance += sum(load.imbalance for load in flat) / len(flat) * number
+
+    def add_evaluation(self, round_: int, row: Columns) -> None:
+        """Scores of the model after ``round_`` rounds."""
+        self.evaluations.append({"round": round_} | {name: on_host(value) for name, value in row.items()})
+
+    def rounds(self) -> Columns:
+        """The columns with one entry a round."""
+        names = self.logs[0] if self.logs else {}
+        return {name: _join([log[name] for log in self.logs], "concatenate") for name in names}
+
+    def evaluated(self) -> Columns:
+        """The columns with one entry an evaluation, among them ``round``."""
+        names = self.evaluations[0] if self.evaluations else {}
+        return {name: _join([on_host(row[name]) for row in self.evaluations], "stack") for name in names}
+
+    def newest(self) -> dict[str, float]:
+        """The last entry of every column of a run without an axis of points."""
+        row = {name: float(column[-1]) for name, column in self.logs[-1].items()}
+        if self.evaluations:
+            row |= {name: float(value) for name, value in self.evaluations[-1].items() if name != "round"}
+        return row
+
+    # -- checkpoints
+
+    def export(self) -> dict[str, Any]:
+        """Everything as arrays, for a checkpoint."""
+        load = {"steps": self.steps, "masked": self.masked, "imbalance": self.imbalance}
+        return {"log": self.rounds(), "evaluations": self.evaluated(), "load": load}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """What :meth:`export` gave."""
+        self.logs = [saved["log"]] if saved["log"] else []
+        rows = saved["evaluations"] or {}
+        count = len(rows["round"]) if rows else 0
+        self.evaluations = [{name: column[..., i] for name, column in rows.items()} for i in range(count)]
+        load = saved["load"]
+        self.steps, self.masked, self.imbalance = int(load["steps"]), int(load["masked"]), float(load["imbalance"])

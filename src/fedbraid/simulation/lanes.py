@@ -1,0 +1,154 @@
+"""The plan of lanes: clients run side by side, and where one ends the next one starts in its place.
+
+The steps of every client are known before the round, so the host makes a timetable of endings
+(:class:`fedbraid.simulation.plan.Timetable`). The compiled loop goes from one ending to the next. Each tick of the
+inner loop is one local step on all lanes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedbraid.local import Fold, LocalWork
+from fedbraid.lowering.grown import extent_of, grow
+from fedbraid.simulation.plan import Plan, Timetable
+from fedbraid.simulation.tally import Bench, ClientResult, Tally, add_clients, zero_tally
+
+__all__ = ["run_on_lanes"]
+
+PyTree = Any
+
+
+def run_on_lanes(bench: Bench, plan: Plan, matrices: Any, states: PyTree) -> tuple[Tally, PyTree]:
+    """All clients of an exchange on one device: their tally and their next states.
+
+    Folds run one after the other over the whole cohort. The results of all folds but the last are kept, one per
+    client. Those of the last are summed as they come, so a single fold needs memory for its lanes, not for the cohort.
+    """
+    work = cast(LocalWork, bench.exchange.client)
+    kept: tuple = ()
+    for index in range(len(work.folds) - 1):
+        kept = (*kept, _LaneFold(bench, plan, matrices, index, kept).run(states)[0])
+    return _LaneFold(bench, plan, matrices, len(work.folds) - 1, kept).run(states)
+
+
+def _at(tree: PyTree, i: Any) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf[i], tree)
+
+
+def _put(tree: PyTree, i: Any, new: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf, value: leaf.at[i].set(value, mode="drop"), tree, new)
+
+
+@dataclass(frozen=True, eq=False)
+class _LaneFold:
+    """One fold of all clients of a device; ``kept`` holds the results of the folds before it."""
+
+    bench: Bench
+    plan: Plan
+    matrices: Any
+    index: int
+    kept: tuple
+
+    @property
+    def work(self) -> LocalWork:
+        return cast(LocalWork, self.bench.exchange.client)
+
+    @property
+    def fold(self) -> Fold:
+        return self.work.folds[self.index]
+
+    @property
+    def table(self) -> Timetable:
+        return self.bench.slots.lanes[self.index]
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == len(self.work.folds) - 1
+
+    @property
+    def gather(self) -> bool:
+        return self.bench.exchange.reducer.gather
+
+    # -- one client, by its slot
+
+    def fold_key(self, slot: Any) -> Any:
+        return self.work.fold_key(self.bench.client_key(slot), self.index)
+
+    def begin(self, states: PyTree, slot: Any) -> PyTree:
+        return self.fold.begin(self.bench.down, _at(states, slot), self.fold_key(slot))
+
+    def advance(self, slot: Any, k: Any, carry: PyTree) -> PyTree:
+        return self.fold.advance(carry, k, self.bench.down, self.bench.data(slot), self.fold_key(slot))
+
+    def result(self, states: PyTree, slot: Any, carry: PyTree) -> Any:
+        return self.fold.end(carry, self.bench.down, _at(states, slot), self.bench.data(slot))
+
+    def report(self, states: PyTree, slot: Any, carry: PyTree) -> ClientResult:
+        results = (*(_at(each, slot) for each in self.kept), self.result(states, slot, carry))
+        state, key = _at(states, slot), self.bench.client_key(slot)
+        return self.bench.judge(slot, state, self.work.report(results, self.bench.down, state, key))
+
+    # -- all clients
+
+    def run(self, states: PyTree) -> tuple[PyTree, PyTree]:
+        """The results by slot, or for the last fold the tally; and the clients' states."""
+        table, many = self.table, len(self.bench.slots.ids)
+        width, slot = len(table.first), table.first[0]
+        # A number of ticks that the compiler knows spares the host one synchronisation after each.
+        ticks = int(self.fold.batches.count(np.int64(self.plan.alike))) if self.plan.alike else None
+        extent = extent_of(self.fold, self.plan.alike or self.bench.cap, self.plan.usual, width)
+        growth = grow(partial(self.begin, states), self.advance, (slot, jnp.int32(0)), extent, self.matrices)
+
+        def start(states: PyTree, slot: Any) -> Any:
+            return growth.rest(self.begin(states, slot))
+
+        def tick(_: Any, lanes: tuple) -> tuple:
+            slot, k, rest, rows = lanes
+            return slot, k + 1, *jax.vmap(growth.step)(slot, k, rest, rows)
+
+        def ending(e: Any, everything: tuple) -> tuple:
+            lanes, states, gained = everything
+            lane, slot, following = table.lane[e], table.slot[e], table.next[e]
+            running, k, rest, rows = jax.lax.fori_loop(0, table.wait[e] if ticks is None else ticks, tick, lanes)
+            fresh = jax.vmap(partial(start, states))(following), jnp.zeros_like(lane)
+            if ticks is None:
+                where = jnp.minimum(lane, len(running) - 1)  # where fewer clients end together, some are read twice
+                ended = _at(rest, where), growth.matrices_on(rows, where, k[where])
+                lanes = _put(running, lane, following), _put(k, lane, fresh[1]), _put(rest, lane, fresh[0]), rows
+            else:  # all lanes end at once, in order
+                ended, lanes = (rest, growth.matrices(rows)), (following, fresh[1], fresh[0], rows)
+            return lanes, *self.take(states, gained, slot, jax.vmap(growth.carry)(*ended))
+
+        lanes = (
+            table.first,
+            jnp.zeros_like(table.first),
+            jax.vmap(partial(start, states))(table.first),
+            growth.empty(width),
+        )
+        nothing = self.nothing(states, slot, many)
+        _, states, gained = jax.lax.fori_loop(0, table.events[0], ending, (lanes, states, nothing))
+        return gained, states
+
+    def take(self, states: PyTree, gained: PyTree, slot: Any, ended: PyTree) -> tuple[PyTree, PyTree]:
+        """The states and the results with those of the clients that ended; slots past the last are dropped."""
+        many = len(self.bench.slots.ids)
+        real, known = slot < many, jnp.minimum(slot, many - 1)
+        if not self.is_last:
+            return states, _put(gained, slot, jax.vmap(partial(self.result, states))(known, ended))
+        few = jax.vmap(partial(self.report, states))(known, ended)
+        return _put(states, slot, few.state), add_clients(gained, few.tally, slot, real, self.gather)
+
+    def nothing(self, states: PyTree, slot: Any, many: int) -> PyTree:
+        """The results before the first client ended."""
+        example = (states, slot, jax.eval_shape(self.begin, states, slot))
+        if self.is_last:
+            return zero_tally(jax.eval_shape(self.report, *example).tally, self.gather, many)
+        shapes = jax.eval_shape(self.result, *example)
+        return jax.tree.map(lambda s: jnp.zeros((many, *s.shape), s.dtype), shapes)

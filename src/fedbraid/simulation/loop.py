@@ -1,0 +1,104 @@
+"""The one loop over rounds: when to run, evaluate, save and report.
+
+A run, a sweep, a comparison, a trace and a deployment all use :class:`RoundLoop`. They differ in the *driver*: the
+object that computes rounds, by compiled programs (:mod:`fedbraid.simulation.rounds`) or by messages to a federation
+(:mod:`fedbraid.flower.rounds`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+__all__ = ["Driver", "RoundLoop", "Schedule"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What is due after which round.
+
+    rounds: the last round.
+    evaluate_every: evaluate after every so many rounds and after the last; None never evaluates.
+    checkpoint_every: save after every so many rounds and after the last; None never saves.
+    marks: further rounds to evaluate after.
+
+    >>> schedule = Schedule(rounds=10, evaluate_every=4, checkpoint_every=5)
+    >>> [schedule.next_stop(done) for done in (0, 4, 5, 8)]
+    [4, 5, 8, 10]
+    >>> schedule.evaluates(8), schedule.saves(8), schedule.evaluates(10)
+    (True, False, True)
+    """
+
+    rounds: int
+    evaluate_every: int | None = None
+    checkpoint_every: int | None = None
+    marks: frozenset[int] = frozenset()
+
+    def next_stop(self, done: int) -> int:
+        """The next round after ``done`` rounds at which something is due."""
+        every = [period for period in (self.evaluate_every, self.checkpoint_every) if period is not None]
+        later = [mark for mark in self.marks if mark > done]
+        return min([self.rounds, *((done // period + 1) * period for period in every), *later])
+
+    def evaluates(self, done: int) -> bool:
+        """Whether the model is evaluated after ``done`` rounds."""
+        if self.evaluate_every is None:
+            return done in self.marks
+        return done == self.rounds or done % self.evaluate_every == 0 or done in self.marks
+
+    def saves(self, done: int) -> bool:
+        """Whether a checkpoint is written after ``done`` rounds."""
+        return self.checkpoint_every is not None and (done == self.rounds or done % self.checkpoint_every == 0)
+
+
+class Driver(Protocol):
+    """What computes the rounds of a loop."""
+
+    done: int  # rounds completed
+
+    def advance(self, until: int) -> None:
+        """Complete at least one round, but none after round ``until``."""
+        ...
+
+    def evaluate(self) -> None:
+        """Evaluate the model after the rounds completed, and keep the scores."""
+        ...
+
+    def save(self) -> None:
+        """Write a checkpoint of everything that the remaining rounds need."""
+        ...
+
+    def close(self) -> None:
+        """Release what the driver holds, such as a thread that prefetches data."""
+        ...
+
+
+class RoundLoop:
+    """Runs a driver to the end of its schedule.
+
+    tell: called after each step of the loop; it returns True to stop the run, which then saves a checkpoint if the
+        schedule has checkpoints.
+    """
+
+    def __init__(self, driver: Driver, schedule: Schedule, tell: Callable[[], Any] | None = None) -> None:
+        self.driver, self.schedule, self.tell = driver, schedule, tell
+
+    def run(self) -> bool:
+        """Run the remaining rounds. Returns False if the run was told to stop before the last."""
+        driver, schedule = self.driver, self.schedule
+        try:
+            while driver.done < schedule.rounds:
+                driver.advance(schedule.next_stop(driver.done))
+                if schedule.evaluates(driver.done):
+                    driver.evaluate()
+                saved = schedule.saves(driver.done)
+                if saved:
+                    driver.save()
+                if self.tell is not None and self.tell():
+                    if schedule.checkpoint_every is not None and not saved:
+                        driver.save()
+                    return driver.done == schedule.rounds
+        finally:
+            driver.close()
+        return True

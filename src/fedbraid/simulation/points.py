@@ -1,0 +1,497 @@
+"""Several points of one task as one program: a sweep of values that may be traced is a ``vmap``.
+
+A *point* gives values to some hyper-parameters. Points that differ in traced values alone share every shape, so one
+program runs them together, with the points as the leading axis of the server, the client states and the columns.
+
+All points at a seed see the same initial model, cohorts and batches. So they are compared under equal conditions, and
+shuffling and gathering happen once for all. Another seed has other cohorts, which the host lays out: seeds run one
+after the other through the same compiled program.
+
+With at least as many points as devices, every device takes points of its own and exchanges nothing with the others.
+With fewer, clients are spread over the devices as in a single run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fedbraid import address
+from fedbraid.core import Algorithm, finite
+from fedbraid.costs import cost, nbytes
+from fedbraid.data.federated import FederatedData, Split
+from fedbraid.metric import declared_by, is_client_column
+from fedbraid.simulation import checkpoint
+from fedbraid.simulation.devices import client_mesh, replicated, sharded, total_memory
+from fedbraid.simulation.evaluate import client_values, in_batches, score, summarize
+from fedbraid.simulation.feed import Feed
+from fedbraid.simulation.history import History
+from fedbraid.simulation.loop import RoundLoop, Schedule
+from fedbraid.simulation.options import EngineOptions
+from fedbraid.simulation.placement import states_on_host, streams
+from fedbraid.simulation.plan import Plan, choose_plan, steps_of
+from fedbraid.simulation.program import Program, Task, compile_rounds
+from fedbraid.simulation.result import Checkpoints
+from fedbraid.simulation.rounds import WINDOW, CompiledRounds, Start, strong
+
+__all__ = ["PointTask", "Points", "PointsResult", "Study"]
+
+PyTree = Any
+AXIS = "points"
+SECONDS = "seconds"  # the column of an evaluation that holds the clock
+SHARE = 0.6  # of a device's memory that one program may take
+WIDE = 16_000  # bytes of a model below which one product for all points is faster than one product for each
+
+
+class PointTask(NamedTuple):
+    """What one point runs: its task, its metrics, and its initial parameters by seed."""
+
+    task: Task
+    metrics: Callable | None
+    init: Callable[[int], PyTree]
+
+
+@dataclass(frozen=True, eq=False)
+class Study:
+    """What all points of a program share.
+
+    build: ``(values, data) -> PointTask``; ``values`` gives a (traced) number to each key.
+    keys: names of the hyper-parameters that differ between points.
+    first: a valid point, for shapes and traffic.
+    data: the federated data; its training split is trained on.
+    test: the split that is evaluated, under names that begin with ``prefix``; None evaluates nothing.
+    """
+
+    build: Callable[[Mapping[str, Any], FederatedData], PointTask]
+    keys: tuple[str, ...]
+    first: Mapping[str, float]
+    data: FederatedData
+    test: Split | None = None
+    prefix: str = "test_"
+
+
+class PointsResult(NamedTuple):
+    """Several points at one seed, after ``rounds`` rounds; arrays have the points in front.
+
+    A point has *diverged* if its model or a pooled score was not finite, or if in some round all uploads that arrived
+    were refused for not being finite. The engine refuses such uploads so that one bad client does no harm. Where all
+    are bad the model stays as it was, and its last good score would pass for a result.
+    """
+
+    rounds: int
+    history: dict[str, np.ndarray]  # [points, rounds]
+    evaluations: dict[str, np.ndarray]  # [points, evaluations]; "round" is [evaluations]
+    clients: dict[str, np.ndarray]  # [points, clients]: each client's own metric at the end
+    diverged: np.ndarray  # [points]
+    seconds: np.ndarray  # [evaluations]: since the start, for all points together
+    carry: Any = None  # (server, states) to go on from, if they were to be kept
+
+    def take(self, index: Any) -> PointsResult:
+        """The result of some of the points."""
+
+        def some(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            return {name: column if name == "round" else column[index] for name, column in columns.items()}
+
+        return PointsResult(
+            self.rounds,
+            some(self.history),
+            some(self.evaluations),
+            some(self.clients),
+            self.diverged[index],
+            self.seconds,
+            jax.tree.map(lambda leaf: leaf[index], self.carry),
+        )
+
+
+class PointsError(ValueError):
+    """Points that cannot run on this machine; says what to change."""
+
+
+@jax.custom_batching.custom_vmap
+def _own_copy(field: Any, values: Any) -> Any:
+    """``field``; mapped over points, a copy of it for each.
+
+    All points see the same batch. Multiplied as one array with the weights of all points it makes one wide product,
+    for which XLA transposes the weights at every step. With a copy for each point there are as many small products, in
+    place. On a CPU that took 0.7 of the time with softmax regression (784 -> 62) and 0.8 with an MLP of 300-100 units.
+    """
+    del values
+    return field
+
+
+@_own_copy.def_vmap
+def _copies(points: int, mapped: Sequence[bool], field: Any, values: Any) -> tuple[Any, bool]:
+    if not mapped[1]:  # mapped over clients, not over points: that comes later
+        return _own_copy(field, values), mapped[0]
+    return (field if mapped[0] else jnp.broadcast_to(field, (points, *field.shape))), True
+
+
+class Points:
+    """The programs of points that share every shape, compiled once for all chunks of points and all seeds.
+
+    points: how many there will be; ``size`` is how many of them run at a time: as many as fit into memory, or ``most``.
+    seeds: those that will be run; streamed cohorts get room for the largest of theirs.
+    """
+
+    def __init__(
+        self,
+        study: Study,
+        options: EngineOptions,
+        schedule: Schedule,
+        *,
+        cohort: int,
+        points: int,
+        seeds: Sequence[int],
+        most: int | None = None,
+    ) -> None:
+        self.study, self.options, self.schedule, self.seeds = study, options, schedule, tuple(seeds)
+        split = study.data.train
+        self.base = study.build(study.first, study.data)
+        alg = self.base.task.algorithm
+        params = jax.eval_shape(lambda: self.base.init(self.seeds[0]))
+        devices = client_mesh(options.devices)
+        self.stream = streams(options, split, devices)
+        # with states on the host every exchange is a call of its own over all devices, so points are not spread
+        self.on_host, self.folder = states_on_host(alg, params, split.num_clients, options, devices, points=points)
+        many = devices.devices.size
+        self.own_points = many > 1 and not self.stream and not self.on_host and points >= many
+        self.mesh = Mesh(devices.devices, (AXIS,)) if self.own_points else devices
+        self.inner = Mesh(devices.devices[:1], devices.axis_names) if self.own_points else devices
+        self.sharding = NamedSharding(self.mesh, PartitionSpec(AXIS) if self.own_points else PartitionSpec())
+        self.traffic = cost(alg, params, study.data)
+        self.plan = choose_plan(alg, params, study.data, self.inner, options, cohort)
+        if self.plan.kind == "lanes" and options.chunk == "auto" and points > 1:
+            self.plan = self.plan._replace(chunk=min(self.plan.chunk, _useful_lanes(self.plan, alg, split)))
+        window = min(WINDOW, schedule.rounds, schedule.evaluate_every or schedule.rounds)
+        self.feed = Feed(alg, self.plan, self.mesh, split, seed=self.seeds[0], window=window, stream=self.stream)
+        for seed in self.seeds:
+            self.feed.seed = seed
+            self.feed.reserve(range(schedule.rounds))
+        test = study.test
+        self.test = None if test is None else jax.device_put(in_batches(test), replicated(self.mesh))
+        self.clients = 0 if test is None else test.num_clients
+        self.params_bytes = nbytes(params)
+        self._fit(points if most is None else min(points, most))
+
+    # -- programs
+
+    def _point(self, values: Any) -> PointTask:
+        """What the point of (traced) ``values`` runs."""
+        if not self.study.keys:
+            return self.base
+        point = {key: values[i] for i, key in enumerate(self.study.keys)}
+        if self.params_bytes < WIDE:
+            return self.study.build(point, self.study.data)
+        prepare = self.study.data.preprocess or (lambda batch, key, train: dict(batch))
+
+        def spread(batch: Any, key: Any, train: bool) -> dict[str, Any]:
+            return {name: _own_copy(field, values) for name, field in prepare(batch, key, train).items()}
+
+        return self.study.build(point, replace(self.study.data, preprocess=spread))
+
+    def _start(self, values: Any, params: PyTree) -> tuple[PyTree, PyTree]:
+        """The first states of the server and of a client."""
+        alg = self._point(values).task.algorithm
+        return strong(alg.init(params)), strong(alg.init_client(params))
+
+    def _rounds(self, plan: Plan, values: Any, server: Any, states: Any, *rest: Any) -> Any:
+        task = self._point(values).task
+        return compile_rounds(task, plan, self.inner, self.options, local=self.stream).rounds(server, states, *rest)
+
+    def _exchange(self, plan: Plan, index: int, values: Any, server: Any, states: Any, *rest: Any) -> Any:
+        task = self._point(values).task
+        program = compile_rounds(task, plan, self.inner, self.options, local=self.stream)
+        return program.exchange(index, server, states, *rest)
+
+    def _look(self, values: Any, server: PyTree, test: Any) -> Any:
+        """Scores, each client's own metrics, and whether the model is finite."""
+        point = self._point(values)
+        params = point.task.algorithm.params(server)
+        row, clients = {}, {}
+        if test is not None:
+            assert point.metrics is not None
+            prepare = point.task.data.preprocess
+            scores = score(point.metrics, params, *test, clients=self.clients, preprocess=prepare)
+            row = summarize(scores, self.study.prefix, declared_by(point.metrics))
+            clients = {self.study.prefix + name: client_values(sums) for name, sums in scores.items()}
+        return row, clients, finite(params)
+
+    def _mapped(self, function: Callable, in_axes: tuple, out_axes: Any = 0) -> Any:
+        """``function`` over points: the arguments with axis 0 (or 1) have one for each, the others are shared."""
+        mapped = jax.vmap(function, in_axes=in_axes, out_axes=out_axes)
+        if self.own_points:
+            many, one = PartitionSpec(AXIS), PartitionSpec()
+            specs = tuple(many if axis == 0 else one for axis in in_axes)
+            mapped = jax.shard_map(mapped, mesh=self.mesh, in_specs=specs, out_specs=many, check_vma=False)
+        return jax.jit(mapped)
+
+    def _program(self, plan: Plan, size: int) -> tuple[Callable, Callable, int]:
+        """Compiled rounds and evaluation of ``size`` points, and the bytes that the fullest device then needs."""
+        values = self._values(np.zeros((size, len(self.study.keys))))
+        params = jax.eval_shape(lambda: self.base.init(self.seeds[0]))
+        start = self._mapped(self._start, (0, None))
+
+        def placed(tree: PyTree, population: int | None = None) -> PyTree:
+            def shape(s: Any) -> Any:
+                wide = s.shape if population is None else (s.shape[0], population, *s.shape[1:])
+                return jax.ShapeDtypeStruct(wide, s.dtype, sharding=self.sharding)
+
+            return jax.tree.map(shape, tree)
+
+        server, client = jax.eval_shape(start, values, params)
+        server, states = placed(server), placed(client, self.study.data.train.num_clients)
+        look = self._mapped(self._look, (0, 0, None)).lower(values, server, self.test).compile()
+        if self.on_host:  # exchanges compile when they are first called
+            return self._exchanges(plan), look, _memory(look)
+        feed = self.feed.with_plan(plan)
+        feed.reserve(range(1))
+        portion = feed.portion(0, 1)
+        arrays = jax.device_put(portion.arrays, sharded(self.mesh)) if self.stream else portion.arrays
+        number, key = np.int32(0), self._put(jax.random.key(0))
+        rounds = self._mapped(lambda *a: self._rounds(plan, *a), (0, 0, 0, None, None, None, None, None))
+        rounds = rounds.lower(values, server, states, arrays, portion.slots, number, number, key).compile()
+        return rounds, look, max(_memory(rounds), _memory(look))
+
+    def _exchanges(self, plan: Plan) -> Callable:
+        axes = (0, 0, 1, None, None, None, None)
+        count = len(self.base.task.algorithm.exchanges)
+        return [  # type: ignore[return-value]
+            self._mapped(lambda *a, i=i: self._exchange(plan, i, *a), axes, (0, 1, 0)) for i in range(count)
+        ]
+
+    def _bound(self, values: Any) -> Callable[[Plan], Program]:
+        """Programs by plan, for the points of ``values``; the plan that was compiled ahead is taken as it is."""
+
+        def make(plan: Plan) -> Program:
+            program = self.program if plan == self.plan else self._program(plan, self.size)[0]
+            if self.on_host:
+                return Program(
+                    _not_here,
+                    lambda index, *args: program[index](values, *args),  # type: ignore[index]
+                )
+
+            def rounds(server: Any, states: Any, arrays: Any, slots: Any, first: int, number: int, key: Any) -> Any:
+                where = np.int32(first), np.int32(number)
+                return program(values, server, states, arrays, slots, *where, self._put(key))
+
+            return Program(rounds, _not_here)
+
+        return make
+
+    def _whole(self, points: int) -> int:
+        """Points of one program: every device takes equally many."""
+        devices = self.mesh.devices.size if self.own_points else 1
+        return -(-points // devices) * devices
+
+    def _fit(self, points: int) -> None:
+        """Compile for as many of the points at a time as fit into memory."""
+        device, devices = self.mesh.devices.flat[0], self.mesh.devices.size
+        room = SHARE * total_memory(device) / (devices if device.platform == "cpu" else 1)  # host devices share
+        least, population = self._whole(1), self.study.data.train.num_clients
+        server, client = jax.eval_shape(
+            self._start, jnp.zeros(len(self.study.keys)), jax.eval_shape(lambda: self.base.init(self.seeds[0]))
+        )
+        # what a round begins with and what it ends with: a lower bound that spares compiling what cannot fit
+        each = nbytes(server) + (0 if self.on_host else population * nbytes(client))
+        size = max(least, min(points, int(room * (devices if self.own_points else 1) // max(2 * each, 1))))
+        need = self._compile(self._whole(size))
+        while need > room:
+            if self.size == least:
+                raise PointsError(
+                    f"one point of this sweep needs {need / 1e9:.3g} GB and there are {room / 1e9:.3g} GB to use; take "
+                    "a smaller model, cohort or engine.chunk, engine.data_in = 'host' or engine.states_in = 'host'"
+                )
+            need = self._compile(self._whole(max(1, min(self.size - least, int(self.size * room / need)))))
+        even = self._whole(-(-points // -(-points // self.size)))  # chunks of about the same size: the last is padded
+        if even < self.size:
+            self._compile(even)
+
+    def _compile(self, size: int) -> int:
+        self.program, self.look, need = self._program(self.plan, size)
+        self.size = size
+        return need
+
+    def _put(self, tree: Any) -> Any:
+        return jax.device_put(tree, replicated(self.mesh))
+
+    def _values(self, values: np.ndarray) -> Any:
+        typed = np.asarray(values, jnp.result_type(float)).reshape(len(values), len(self.study.keys))
+        return jax.device_put(typed, self.sharding)
+
+    # -- runs
+
+    def chunks(self, points: Sequence[Any]) -> list[Sequence[Any]]:
+        """The points, as many at a time as one program takes."""
+        return [points[i : i + self.size] for i in range(0, len(points), self.size)]
+
+    def run(
+        self,
+        points: Sequence[Mapping[str, float]],
+        *,
+        seed: int,
+        rounds: int,
+        start: PointsResult | None = None,
+        keep: bool = False,
+        marks: Collection[int] = (),
+        checkpoints: Checkpoints | None = None,
+        on_progress: Callable[[int], Any] | None = None,
+    ) -> PointsResult:
+        """Run at most ``size`` points at one seed up to round ``rounds``, from the beginning or on from ``start``.
+
+        It is evaluated as often as the schedule says, and after the rounds in ``marks``. ``keep`` keeps models and
+        states, so that the result can be gone on from. With ``checkpoints`` the run goes on from the newest one that is
+        there. ``on_progress`` is told the round after each evaluation.
+        """
+        real = len(points)
+        if not 1 <= real <= self.size:
+            raise ValueError(f"this program takes 1 to {self.size} points, got {real}")
+        if seed not in self.seeds:
+            raise ValueError(f"this program was made for the seeds {list(self.seeds)}, got {seed}")
+        rows = np.minimum(np.arange(self.size), real - 1)  # padding: the last point again, dropped at the end
+        numbers = np.array([[float(point[key]) for key in self.study.keys] for point in points])
+        values = self._values(numbers.reshape(real, -1)[rows])
+        driver, watch = self._driver(values, seed, start, rows)
+        if checkpoints is not None:
+            driver.checkpoints = checkpoints.folder
+            watch.resume(driver, checkpoints)
+        driver.reserve(rounds)
+        schedule = replace(
+            self.schedule,
+            rounds=rounds,
+            evaluate_every=self.schedule.evaluate_every or rounds,
+            checkpoint_every=None if checkpoints is None else checkpoints.every,
+            marks=frozenset(marks),
+        )
+
+        def tell() -> None:
+            if schedule.evaluates(driver.done) and on_progress is not None:
+                on_progress(driver.done)
+
+        RoundLoop(driver, schedule, tell).run()
+        new = self._result(driver, watch).take(np.arange(real))
+        if keep:
+            new = new._replace(carry=self._carry(driver, real))
+        return new if start is None else _joined(start, new)
+
+    def _driver(
+        self, values: Any, seed: int, start: PointsResult | None, rows: np.ndarray
+    ) -> tuple[CompiledRounds, _Watch]:
+        self.feed.seed = seed
+        params = self._put(self.base.init(seed))
+        server, client = self._mapped(self._start, (0, None))(values, params)
+        folder = None if self.folder is None else self.folder / f"points-{seed}"
+        begin = Start(server, client, self.on_host, folder)
+        driver = CompiledRounds(
+            self._bound(values),
+            self.feed,
+            History(self.traffic, self.plan.cohort),
+            begin,
+            points=self.size,
+            sharding=self.sharding,
+        )
+        if start is not None:
+            server, states = jax.tree.map(lambda leaf: leaf[rows], start.carry)
+            driver.server, driver.done = jax.device_put(server, self.sharding), start.rounds
+            if driver.host_states is not None:
+                everyone = np.arange(self.feed.split.num_clients)
+                driver.host_states.write(everyone, jax.tree.map(lambda leaf: np.moveaxis(leaf, 1, 0), states))
+            else:
+                driver.states = jax.device_put(states, self.sharding)
+        jax.block_until_ready((driver.server, driver.states))
+        watch = _Watch(time.perf_counter())
+        driver.scorer = lambda server: watch.note(jax.block_until_ready(self.look(values, server, self.test)))
+        return driver, watch
+
+    def _carry(self, driver: CompiledRounds, real: int) -> Any:
+        """(server, states) of the first ``real`` points as NumPy arrays."""
+        states = driver.states
+        if driver.host_states is not None:
+            read = driver.host_states.read(np.arange(self.feed.split.num_clients))
+            states = jax.tree.map(lambda leaf: np.moveaxis(np.asarray(leaf), 0, 1), read)
+        return jax.tree.map(lambda leaf: np.asarray(leaf)[:real], (driver.server, states))
+
+    def _result(self, driver: CompiledRounds, watch: _Watch) -> PointsResult:
+        history, evaluations = driver.history.rounds(), driver.history.evaluated()
+        stuck = np.zeros(self.size, bool)
+        for exchange in self.traffic.exchanges:
+            arrived, refused = history[f"{exchange.name}/arrived"], history[f"{exchange.name}/refused"]
+            stuck |= ((refused > 0) & (arrived == 0)).any(1)
+        # statistics over clients are nan where no client has examples, which is no fault of the model
+        seconds = evaluations.pop(SECONDS)
+        pooled = [c for name, c in evaluations.items() if name != "round" and not is_client_column(name)]
+        return PointsResult(
+            driver.done,
+            {name: np.asarray(column) for name, column in history.items()},
+            evaluations,
+            {name: np.asarray(column) for name, column in watch.clients.items()},
+            stuck | ~np.asarray(watch.finite) | ~np.all([np.isfinite(c).all(1) for c in pooled], 0),
+            seconds,
+        )
+
+
+class _Watch:
+    """What is kept of the last evaluation of a run beside its scores, and the clock."""
+
+    def __init__(self, began: float) -> None:
+        self.began = began
+        self.clients: dict[str, Any] = {}
+        self.finite: Any = None
+
+    def note(self, seen: tuple) -> dict[str, Any]:
+        """Take an evaluation in; returns its columns."""
+        row, self.clients, self.finite = seen
+        return row | {SECONDS: np.float64(time.perf_counter() - self.began)}
+
+    def resume(self, driver: CompiledRounds, checkpoints: Checkpoints) -> None:
+        """Go on from the newest checkpoint, if there is one; the clock goes on from its last evaluation."""
+        if not checkpoints.resume or not checkpoint.exists(checkpoints.folder):
+            return
+        driver.restore(*checkpoint.load(checkpoint.latest(checkpoints.folder)))
+        if driver.history.evaluations:
+            self.began -= float(driver.history.evaluations[-1][SECONDS])
+
+
+def _not_here(*_: Any) -> Any:
+    raise AssertionError("a program of points is either of rounds or of exchanges, by where client states lie")
+
+
+def _memory(compiled: Any) -> int:
+    """Bytes that a compiled program needs; 0 where the backend does not say."""
+    used = compiled.memory_analysis()
+    return used.temp_size_in_bytes + used.output_size_in_bytes + used.argument_size_in_bytes if used else 0
+
+
+def _useful_lanes(plan: Plan, alg: Algorithm, split: Split) -> int:
+    """Lanes beyond which a round gets no shorter, because its longest client takes as long as all others on theirs.
+
+    In a single run spare lanes cost little, since they fill an idle card. Points fill it too, and then every spare lane
+    takes time: nine rates of an LSTM on an H200 took 203 ms a round on 20 lanes, 85 on 6 and 78 on 4.
+    """
+    share = -(-plan.cohort // plan.devices)
+    lanes = 1.0
+    for exchange in alg.exchanges:
+        steps = np.sum(steps_of(exchange.client, split.sizes), axis=0)
+        drawn = [steps[address.cohort(0, r, 0, len(steps), plan.cohort)] for r in range(16)]
+        lanes = max(lanes, float(np.mean([one.sum() / one.max() for one in drawn])) / plan.devices)
+    return min(share, int(np.ceil(lanes)))
+
+
+def _joined(before: PointsResult, after: PointsResult) -> PointsResult:
+    """A run and what it went on to."""
+
+    def along(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {name: np.concatenate([a[name], b[name]], -1) for name in b}
+
+    return after._replace(
+        history=along(before.history, after.history),
+        evaluations=along(before.evaluations, after.evaluations),
+        diverged=before.diverged | after.diverged,
+        seconds=np.concatenate([before.seconds, before.seconds[-1] + after.seconds]),
+    )

@@ -1,0 +1,188 @@
+"""Compiled rounds: whole rounds of a federated algorithm as one program.
+
+The program runs a dynamic number of rounds in one call, so it compiles once whatever the evaluation and checkpoint
+intervals are, and its results do not depend on them. Clients are spread over the devices of a mesh by ``shard_map``.
+On each device a plan (see :mod:`fedbraid.simulation.plan`) runs them in sequence, in vmapped chunks or on lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from fedbraid import address
+from fedbraid.core import Algorithm
+from fedbraid.data.federated import FederatedData
+from fedbraid.local import LocalWork
+from fedbraid.lowering.convolutions import with_convolutions
+from fedbraid.lowering.precision import with_precision
+from fedbraid.simulation.arrival import Arrival, everyone
+from fedbraid.simulation.devices import AXIS, replicated
+from fedbraid.simulation.lanes import run_on_lanes
+from fedbraid.simulation.options import EngineOptions
+from fedbraid.simulation.plan import Plan, Slots
+from fedbraid.simulation.tally import Bench, Tally, add_client, only, server_step, total, zero_tally
+
+__all__ = ["Program", "Task", "compile_rounds"]
+
+PyTree = Any
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """What a program computes: an algorithm on data, under a model of which uploads arrive."""
+
+    algorithm: Algorithm
+    data: FederatedData
+    arrival: Arrival = everyone
+
+
+class Program(NamedTuple):
+    """Compiled rounds of one task under one plan. With an axis of points every array has the points in front."""
+
+    rounds: Callable
+    # (server, states, arrays, slots, first round, number of rounds, seed key) -> (server, states, log)
+    exchange: Callable  # (index, server, cohort states, arrays, slots, round, seed key) -> (server, states, row)
+
+
+def compile_rounds(task: Task, plan: Plan, mesh: Mesh, options: EngineOptions, *, local: bool) -> Program:
+    """The program of a task. It compiles when it is first called.
+
+    local: each device holds the examples of its own clients only (streamed data); else every device holds all.
+    """
+    rounds = _Rounds(_lowered(task, options), plan, mesh, options, local)
+    # every host must be able to read what comes out; on one host the compiler may leave it where it is
+    everywhere = {"out_shardings": replicated(mesh)} if mesh.is_multi_process else {}
+    return Program(
+        partial(jax.jit, **everywhere)(rounds.many),
+        partial(jax.jit, static_argnums=(0,), **everywhere)(rounds.exchange),
+    )
+
+
+def _lowered(task: Task, options: EngineOptions) -> Task:
+    algorithm = with_convolutions(with_precision(task.algorithm, options.precision), options.convolutions)
+    return Task(algorithm, task.data, task.arrival)
+
+
+@dataclass(frozen=True, eq=False)
+class _Rounds:
+    """The functions that a program compiles."""
+
+    task: Task
+    plan: Plan
+    mesh: Mesh
+    options: EngineOptions
+    local: bool
+
+    def many(self, server, states, arrays, slots, first, number, seed_key):
+        """``number`` rounds from round ``first`` on; ``slots`` are laid out for at least as many."""
+
+        def at(i: Any) -> tuple:
+            return jax.tree.map(lambda leaf: leaf[i], slots)
+
+        length = len(slots[0].ids)
+        shapes = jax.eval_shape(self.one, server, states, arrays, at(0), first, seed_key)[2]
+        log = {name: jnp.zeros((length, *s.shape), s.dtype) for name, s in shapes.items()}
+
+        def body(i: Any, carry: tuple) -> tuple:
+            server, states, log = carry
+            server, states, row = self.one(server, states, arrays, at(i), first + i, seed_key)
+            return server, states, {name: log[name].at[i].set(value) for name, value in row.items()}
+
+        return jax.lax.fori_loop(0, number, body, (server, states, log))
+
+    def one(self, server: PyTree, states: PyTree, arrays: PyTree, slots: tuple, round_: Any, seed_key: Any) -> tuple:
+        """One round: every exchange in turn. ``states`` are those of the whole population."""
+        row: dict[str, Any] = {}
+        for index in range(len(self.task.algorithm.exchanges)):
+            ids = slots[index].ids
+            cohort = jax.tree.map(lambda leaf, ids=ids: leaf.at[ids].get(mode="clip"), states)
+            server, cohort, new = self.exchange(index, server, cohort, arrays[index], slots[index], round_, seed_key)
+            states = jax.tree.map(lambda leaf, new, ids=ids: leaf.at[ids].set(new, mode="drop"), states, cohort)
+            row |= new
+        return server, states, row
+
+    def exchange(
+        self, index: int, server: PyTree, states: PyTree, arrays: PyTree, slots: Slots, round_: Any, seed_key: Any
+    ) -> tuple[PyTree, PyTree, dict[str, Any]]:
+        """One exchange. ``states`` are those of the cohort, by slot."""
+        exchange = self.task.algorithm.exchanges[index]
+        key = address.exchange_key(seed_key, round_, index)
+        spread = partial(self.on_device, index)
+        if self.plan.devices > 1:
+            one, many = P(), P(AXIS)
+            each: Any = many if exchange.reducer.gather else one
+            spread = jax.shard_map(
+                spread,
+                mesh=self.mesh,
+                in_specs=(one, many if self.local else one, many, many, one),
+                out_specs=(Tally(each, each, one, one, cast(Any, one)), many),
+                check_vma=False,
+            )
+        tally, states = spread(exchange.send(server), arrays, slots, states, key)
+        weight, population = jnp.sum(tally.weight), self.task.data.train.num_clients
+        server = server_step(exchange, server, tally.combined, tally.weight, tally.count, population, key)
+        row = {f"{exchange.name}/{k}": v / jnp.where(weight > 0, weight, jnp.nan) for k, v in tally.metrics.items()}
+        row |= {f"{exchange.name}/arrived": tally.count, f"{exchange.name}/refused": tally.refused}
+        return server, states, row
+
+    def on_device(
+        self, index: int, down: PyTree, arrays: PyTree, slots: Slots, states: PyTree, key: Any
+    ) -> tuple[Tally, PyTree]:
+        """The clients of one device by the plan, and their tally summed over the devices."""
+        exchange, plan = self.task.algorithm.exchanges[index], self.plan
+        cap = int(self.task.data.train.sizes.max())
+        bench = Bench(exchange, self.task.arrival, down, key, arrays, cap, self.task.data.preprocess, slots)
+        gather = exchange.reducer.gather
+        if plan.kind == "sequential":
+            tally, states = _sequential(bench, gather, states)
+        elif plan.kind == "lanes" and isinstance(exchange.client, LocalWork):
+            tally, states = run_on_lanes(bench, plan, self.options.matrices, states)
+        else:
+            tally, states = _chunks(bench, gather, plan.chunk, states)
+        if plan.devices > 1:
+            summed = jax.lax.psum(tally[2:] if gather else tally, AXIS)
+            tally = Tally(tally.combined, tally.weight, *summed) if gather else Tally(*summed)
+        return tally, states
+
+
+def _sequential(bench: Bench, gather: bool, states: PyTree) -> tuple[Tally, PyTree]:
+    """One client after the other. The number of clients and of each client's steps are dynamic."""
+    shapes = jax.eval_shape(bench.run, 0, jax.tree.map(lambda leaf: leaf[0], states))
+
+    def body(j: Any, carry: tuple[Tally, PyTree]) -> tuple[Tally, PyTree]:
+        tally, states = carry
+        result = bench.run(j, jax.tree.map(lambda leaf: leaf[j], states))
+        states = jax.tree.map(lambda all_, new: all_.at[j].set(new), states, result.state)
+        return add_client(tally, result.tally, j, gather), states
+
+    empty = zero_tally(shapes.tally, gather, len(bench.slots.ids))
+    return jax.lax.fori_loop(0, bench.slots.live[0], body, (empty, states))
+
+
+def _chunks(bench: Bench, gather: bool, chunk: int, states: PyTree) -> tuple[Tally, PyTree]:
+    """Vmapped chunks, one after the other. An empty slot runs a client of one example; its result is masked."""
+    slots = len(bench.slots.ids)
+    cut = partial(jax.tree.map, lambda leaf: leaf.reshape(slots // chunk, chunk, *leaf.shape[1:]))
+    live = (jnp.arange(slots) < bench.slots.live[0]).reshape(slots // chunk, chunk)
+
+    def one_chunk(carry: None, xs: Any) -> tuple[None, Any]:
+        slot, state, used = xs
+        result = jax.vmap(bench.run)(slot, state)
+        tally = only(used, result.tally)
+        if gather:
+            return carry, (Tally(tally.combined, tally.weight, *map(total, tally[2:])), result.state)
+        return carry, (total(tally), result.state)
+
+    _, (tallies, states) = jax.lax.scan(one_chunk, None, (cut(jnp.arange(slots)), cut(states), live))
+    flat = partial(jax.tree.map, lambda leaf: leaf.reshape(slots, *leaf.shape[2:]))
+    if gather:
+        return Tally(flat(tallies.combined), flat(tallies.weight), *map(total, tallies[2:])), flat(states)
+    return total(tallies), flat(states)

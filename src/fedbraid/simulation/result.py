@@ -1,0 +1,91 @@
+"""What a finished run gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedbraid.core import is_traced
+from fedbraid.costs import Cost
+from fedbraid.metric import is_client_column
+from fedbraid.simulation.plan import Plan
+
+__all__ = ["Checkpoints", "Info", "Progress", "Result"]
+
+PyTree = Any
+
+
+class Checkpoints(NamedTuple):
+    """Where and how often a run is saved; ``resume`` goes on from the newest checkpoint there."""
+
+    folder: Path
+    every: int = 50
+    resume: bool = False
+
+
+class Progress(NamedTuple):
+    """What a run reports while it runs: rounds done, the newest entry of every column, seconds since the start."""
+
+    round: int
+    row: dict[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class Info:
+    """How a run was computed."""
+
+    plan: Plan
+    cost: Cost
+    streamed: bool
+    steps: int  # local steps
+    masked_share: float  # of all steps computed, those on padding
+    imbalance: float  # steps of the busiest device over the mean, averaged over rounds
+    stopped_at: int  # rounds done; fewer than asked if the run was told to stop
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "server", "states", "history", "evaluations"],
+    meta_fields=["info"],
+)
+@dataclass(frozen=True, repr=False)
+class Result:
+    """A finished run. Under ``jax.vmap`` every array has the mapped axis in front.
+
+    history: one entry per round; evaluations: one per evaluated round, with ``round`` among its columns.
+    """
+
+    params: PyTree
+    server: PyTree
+    states: PyTree
+    history: dict[str, Any]
+    evaluations: dict[str, Any]
+    info: Info = field(compare=False)
+
+    def __repr__(self) -> str:
+        """Three lines: the run, its last scores, how it was computed."""
+        leaves = jax.tree.leaves(self.params)
+        size = sum(int(np.size(leaf)) for leaf in leaves)
+        scores = {n: c for n, c in self.evaluations.items() if n != "round" and not is_client_column(n)}
+        if not scores:
+            scores = {n: c for n, c in self.history.items() if n.endswith("/loss")}
+        last = ", ".join(f"{name} {_last(column)}" for name, column in scores.items())
+        plan = self.info.plan
+        return (
+            f"Result: {self.info.stopped_at} rounds of {plan.cohort} clients, {size:,} parameters\n"
+            f"  last: {last or 'nothing was evaluated'}\n"
+            f"  plan: {plan.words()} on {plan.devices} devices, {self.info.steps:,} local steps"
+        )
+
+
+def _last(column: Any) -> str:
+    if is_traced(column):
+        return "(traced)"
+    values = np.asarray(column)[..., -1]
+    return f"{float(values):.4g}" if values.ndim == 0 else f"{values.min():.4g} to {values.max():.4g}"

@@ -1,0 +1,165 @@
+"""What the clients of an exchange leave behind, and how it is summed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedbraid import address
+from fedbraid.core import Aggregate, Exchange, Report
+from fedbraid.local import ClientData, LocalWork
+from fedbraid.simulation.arrival import Arrival
+from fedbraid.simulation.plan import Slots
+
+__all__ = [
+    "Bench",
+    "ClientResult",
+    "Tally",
+    "add_client",
+    "add_clients",
+    "only",
+    "select",
+    "server_step",
+    "total",
+    "zero_tally",
+]
+
+PyTree = Any
+
+
+class Tally(NamedTuple):
+    """Sums over the clients of an exchange; ``combined`` and ``weight`` have a row per client for a gather reducer."""
+
+    combined: PyTree
+    weight: Any
+    count: Any
+    refused: Any  # uploads that arrived but were not admitted (not finite)
+    metrics: dict[str, Any]
+
+
+class ClientResult(NamedTuple):
+    """One client's part in a tally, and its next state."""
+
+    tally: Tally
+    state: PyTree
+
+
+class Bench(NamedTuple):
+    """What every client of an exchange works with on one device."""
+
+    exchange: Exchange
+    arrival: Arrival
+    down: PyTree
+    key: Any  # of the exchange
+    arrays: PyTree
+    cap: int  # examples of the largest client
+    preprocess: Callable | None
+    slots: Slots
+
+    def data(self, slot: Any) -> ClientData:
+        """The examples of the client in a slot."""
+        return ClientData(self.arrays, self.slots.offset[slot], self.slots.size[slot], self.cap, self.preprocess)
+
+    def client_key(self, slot: Any) -> Any:
+        """The key of the client's work."""
+        return address.client_key(self.key, self.slots.ids[slot])
+
+    def run(self, slot: Any, state: PyTree) -> ClientResult:
+        """The whole work of the client in a slot."""
+        report = self.exchange.client(self.down, state, self.data(slot), self.client_key(slot))
+        return self.judge(slot, state, report)
+
+    def judge(self, slot: Any, state: PyTree, report: Report) -> ClientResult:
+        """Count a report, and commit the client's state, only if the upload arrived and was admitted."""
+        exchange, client = self.exchange, self.slots.ids[slot]
+        size = self.slots.size[slot]
+        steps = exchange.client.count(size) if isinstance(exchange.client, LocalWork) else jnp.int32(1)
+        arrived = self.arrival(address.arrival_key(self.key, client), steps)
+        taken = arrived & exchange.admit(report.up)
+        weight = jnp.where(taken, report.weight, 0).astype(jnp.result_type(float))
+        lifted = exchange.reducer.lift(report.up, weight)
+        tally = Tally(
+            # a refused upload may hold NaN, and NaN times weight 0 is NaN
+            select(taken, lifted, jax.tree.map(jnp.zeros_like, lifted)),
+            weight,
+            taken.astype(jnp.int32),
+            (arrived & ~taken).astype(jnp.int32),
+            {name: jnp.where(taken, value * weight, 0) for name, value in report.metrics.items()},
+        )
+        return ClientResult(tally, select(taken, report.state, state))
+
+
+def select(condition: Any, a: PyTree, b: PyTree) -> PyTree:
+    """``a`` where the condition holds, else ``b``."""
+    return jax.tree.map(partial(jnp.where, condition), a, b)
+
+
+def _add(a: PyTree, b: PyTree) -> PyTree:
+    return jax.tree.map(jnp.add, a, b)
+
+
+def server_step(
+    exchange: Exchange, server: PyTree, combined: PyTree, weight: Any, count: Any, population: Any, key: Any
+) -> PyTree:
+    """The server after an exchange: what the reducer makes of the summed uploads is received.
+
+    combined, weight: sums over the uploads, or for a gather reducer a row for each. key: of the exchange. Without any
+    upload the server keeps its state: momentum must not move the model either.
+    """
+    up = exchange.reducer.finish(combined, weight, count)
+    # as floats: int32 over int32 would be float32, and with it every invariant kept by |S|/N
+    number, clients = (jnp.asarray(n, jnp.result_type(float)) for n in (count, population))
+    aggregate = Aggregate(up, jnp.sum(weight), number, clients)
+    return select(count > 0, exchange.receive(server, aggregate, address.server_key(key)), server)
+
+
+def zero_tally(shapes: Tally, gather: bool, slots: int) -> Tally:
+    """The tally before the first client; a gather reducer has a row for each slot."""
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    if not gather:
+        return zeros
+    wide = partial(jax.tree.map, lambda leaf: jnp.zeros((slots, *leaf.shape), leaf.dtype))
+    return zeros._replace(combined=wide(zeros.combined), weight=wide(zeros.weight))
+
+
+def add_client(tally: Tally, one: Tally, slot: Any, gather: bool) -> Tally:
+    """The tally with one more client."""
+    if not gather:
+        return _add(tally, one)
+    put = partial(jax.tree.map, lambda all_, new: all_.at[slot].set(new))
+    return Tally(put(tally.combined, one.combined), put(tally.weight, one.weight), *_add(tally[2:], one[2:]))
+
+
+def add_clients(tally: Tally, few: Tally, slot: Any, real: Any, gather: bool) -> Tally:
+    """The tally with several more clients, counting those that are ``real``; slots past the last one are dropped."""
+    if gather:
+        put = partial(jax.tree.map, lambda all_, new: all_.at[slot].set(new, mode="drop"))
+        rows = put(tally.combined, few.combined), put(tally.weight, few.weight)
+        return Tally(*rows, *_add(tally[2:], total(only(real, few[2:]))))
+    return _add(tally, total(only(real, few)))
+
+
+def only(real: Any, tree: PyTree) -> PyTree:
+    """The rows that are real, and zeros in place of the others."""
+    return jax.tree.map(lambda leaf: jnp.where(real.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, 0), tree)
+
+
+GROUP = 16  # rows that a GPU sums at the speed of its memory; for many more XLA makes another, slower kernel
+
+
+def total(tree: PyTree) -> PyTree:
+    """Sums over rows, in the dtype of each leaf."""
+
+    def sum_rows(leaf: Any) -> Any:
+        if len(leaf) < 2 * GROUP:
+            return leaf.sum(0, dtype=leaf.dtype)
+        whole = len(leaf) // GROUP * GROUP
+        groups = leaf[:whole].reshape(-1, GROUP, *leaf.shape[1:]).sum(1, dtype=leaf.dtype)
+        # without the barrier XLA merges both sums into one again
+        return sum_rows(jnp.concatenate([jax.lax.optimization_barrier(groups), leaf[whole:]]))
+
+    return jax.tree.map(sum_rows, tree)
