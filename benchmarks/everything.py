@@ -16,7 +16,6 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
 
 
 def run(script: str, *arguments: str) -> str:
@@ -57,6 +56,8 @@ def tables(report: dict) -> str:
 def draw(report: dict, path: Path) -> None:
     from matplotlib.figure import Figure
 
+    from fedbraid.drawing import BLUE
+
     workloads = report["speed"]["workloads"]
     figure = Figure(
         figsize=(8, 0.5 + 0.33 * sum(len(f["median"]) + 1 for f in workloads.values())), layout="constrained"
@@ -65,7 +66,7 @@ def draw(report: dict, path: Path) -> None:
     place, ticks, labels = 0.0, [], []
     for workload, found in workloads.items():
         for name, ratio in sorted(found["times_ours"].items(), key=lambda item: item[1]):
-            axis.barh(place, ratio, color=COLOURS[0] if name == "fedbraid" else "0.75")
+            axis.barh(place, ratio, color=BLUE if name == "fedbraid" else "0.75")
             axis.text(ratio, place, f" {found['median'][name]:.3g} s", va="center", fontsize=8)
             ticks.append(place)
             labels.append(f"{workload}: {name}" if name == "fedbraid" else name)

@@ -169,7 +169,7 @@ def draw(rows: list[dict], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from fedbraid.experiment.figures import COLOURS
+    from fedbraid.drawing import COLOURS
 
     kinds = [kind for kind in SETS if any(row["kind"] == kind for row in rows)]
     figure, axes = plt.subplots(2, len(kinds), figsize=(4.6 * len(kinds), 6.4), layout="constrained", squeeze=False)

@@ -7,6 +7,7 @@ from fedbraid.core import MEAN, Aggregate, Algorithm, Down, Exchange, Reducer, R
 from fedbraid.costs import cost
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.local import Batches, ClientData, local_work, masked_mean
+from fedbraid.metric import Metric, Metrics
 from fedbraid.simulation import EngineOptions, simulate, use_cores
 
 __version__ = "0.1.0"
@@ -21,6 +22,8 @@ __all__ = [
     "EngineOptions",
     "Exchange",
     "FederatedData",
+    "Metric",
+    "Metrics",
     "Reducer",
     "Report",
     "Split",

@@ -7,13 +7,17 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from drawn import lines, record
 from fedbraid import algorithms, cost
 from fedbraid.cli.app import make_app
 from fedbraid.experiment import ConfigError, load_config, run_config
-from fedbraid.experiment.compare import cohorts_of, load_comparison, reopen_comparison, run_comparison
-from fedbraid.experiment.report import collect, page_data
-from fedbraid.experiment.runfolder import read_clients, read_metrics
-from fedbraid.experiment.trials import read_trials
+from fedbraid.experiment.collect import collect
+from fedbraid.experiment.compare import Final, _statistics, run_comparison
+from fedbraid.experiment.comparison import cohorts_of, load_comparison, reopen_comparison
+from fedbraid.experiment.pagedata import page_data
+from fedbraid.experiment.runfolder import read_clients, read_metrics, read_summary
+from fedbraid.experiment.trials import Criterion, read_trials
+from fedbraid.metric import Metric
 
 TOML = """
 rounds = 6
@@ -127,7 +131,7 @@ def test_the_table_is_what_the_run_folders_hold(compared):
     assert row["deviation"] == pytest.approx(np.std(scores, ddof=1))
     assert row["rounds_to_target"] == np.mean(rounds)
     assert row["bytes_to_target"] == np.mean(sent)
-    assert row["clients"]["p10"] == pytest.approx(np.mean(tenth))
+    assert row["clients"]["worst_tenth"] == pytest.approx(np.mean(tenth))
     assert row["clients"]["worst"] == pytest.approx(np.mean(worst))
     assert summary["tuned_on"] == "25% of every client's training examples, seed 1000"
 
@@ -155,14 +159,46 @@ def test_a_method_that_only_diverges_is_told_and_stops_no_other(compared):
     assert rows_of(summary)["as it is"]["score"] > 0
 
 
-def test_a_stopped_comparison_goes_on(compared):
+def test_a_stopped_comparison_goes_on(compared, monkeypatch):
     summary, out = compared
+    figures = record(monkeypatch)
     kept = (out / "one" / "seed-0" / "metrics.parquet").stat().st_mtime_ns
     (out / "two" / "seed-1" / "summary.json").unlink()
     again = run_comparison(reopen_comparison(out), out, resume=True)
     assert (out / "one" / "seed-0" / "metrics.parquet").stat().st_mtime_ns == kept
     ours, theirs = rows_of(again)["two"], rows_of(summary)["two"]
     assert ours["scores"] == pytest.approx(theirs["scores"], rel=1e-5)
+    (axis,) = figures[-1].axes  # compare.png: means over the seeds
+    drawn = lines(axis)
+    assert list(drawn) == ["one", "two", "as it is"]
+    tables = [read_metrics(out / "one" / f"seed-{seed}") for seed in (0, 1)]
+    means = np.mean([table["test_accuracy"] for table in tables], axis=0)[[1, 3, 5]]
+    np.testing.assert_allclose(drawn["one"], np.c_[[2, 4, 6], means])
+
+
+@pytest.mark.parametrize(
+    ("better", "reached", "clients"),
+    [
+        ("lower", 3, {"worst": 4.0, "worst_tenth": 3.7, "median": 2.5, "best_tenth": 1.3}),
+        ("higher", 1, {"worst": 1.0, "worst_tenth": 1.3, "median": 2.5, "best_tenth": 3.7}),
+    ],
+)
+def test_a_table_follows_the_direction_of_its_metric(better, reached, clients):
+    column = np.array([4.0, 3.0, 1.0])
+    table = {"round": np.array([1, 2, 3]), "test_m": column, "seconds": column}
+    table |= {"bytes_down": np.array([1.0, 2.0, 3.0]), "bytes_up": np.zeros(3)}
+    finals = [Final(0, table, {"test_m": np.array([1.0, 2.0, 3.0, 4.0, np.nan])}, False)]
+    found = _statistics(finals, Criterion(Metric("test_m", better), 2, target=2.0))
+    assert found["rounds_to_target"] == reached
+    assert found["bytes_to_target"] == reached
+    assert found["clients"] == pytest.approx(clients)
+    assert found["score"] == 2.0
+
+
+def test_a_comparison_says_its_direction(compared):
+    summary, out = compared
+    assert (summary["metric"], summary["better"]) == ("test_accuracy", "higher")
+    assert read_summary(out / "one" / "seed-0").metrics["test_loss"] == "lower"
 
 
 def test_its_report_has_everything(compared):

@@ -10,17 +10,26 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from drawn import check_figure, lines, record
 from fedbraid import algorithms, transforms
 from fedbraid.cli.app import make_app
 from fedbraid.experiment import ConfigError, load_config, runfolder
+from fedbraid.experiment.citations import citation
+from fedbraid.experiment.collect import collect
 from fedbraid.experiment.config import dump
-from fedbraid.experiment.figures import tuning_plot
-from fedbraid.experiment.report import citation, collect, config_difference, page_data, write_report
-from fedbraid.experiment.sweep import Tuning, write_sweep
+from fedbraid.experiment.differences import config_difference
+from fedbraid.experiment.lab import SweepSettings
+from fedbraid.experiment.pagedata import page_data
+from fedbraid.experiment.report import write_report
+from fedbraid.experiment.summary import RunSummary, has_diverged, summarize_run
+from fedbraid.experiment.sweep import write_sweep
 from fedbraid.experiment.trials import write_trials
+from fedbraid.experiment.tuningplot import tuning_plot
+from fedbraid.metric import Metric
 
 RATE, SERVER = "algorithm.client_lr", "algorithm.server_lr"
 ROUNDS = 40
+PLOTTED = []  # the figures that the report of the fixture `page` wrote, each as PNG and as PDF
 ARTIFACTS = Path(__file__).parents[2] / "artifacts"
 
 
@@ -30,8 +39,8 @@ def curve(rate, seed):
     return rounds, 1 - np.exp(-rate * rounds) + 0.01 * seed
 
 
-def a_run(folder, *settings, seed=0, rate=0.1, finished=True):
-    """A run folder without a run."""
+def a_run(folder, *settings, seed=0, rate=0.1, finished=True, own=None):
+    """A run folder without a run. ``own``: the direction of a metric "rank_error" that it measures too."""
     config = load_config(settings=[f"rounds={ROUNDS}", f"seed={seed}", f"{RATE}={rate}", *settings])
     folder.mkdir(parents=True)
     (folder / runfolder.CONFIG).write_text(dump(config))
@@ -39,12 +48,19 @@ def a_run(folder, *settings, seed=0, rate=0.1, finished=True):
     history = {"train/loss": np.exp(-rate * rounds), "train/bytes_down": np.full(ROUNDS, 500.0)}
     history["train/bytes_up"] = np.full(ROUNDS, 300.0)
     evaluations = {"round": rounds[9::10], "test_accuracy": accuracy[9::10], "test_loss": 2 - accuracy[9::10]}
+    clients = {"test_accuracy": np.array([0.5, np.nan, 0.9, 0.1])}
+    declared = []
+    if own is not None:
+        declared = [Metric("rank_error", own)]
+        evaluations["test_rank_error"] = 1 + accuracy[9::10]
+        clients["test_rank_error"] = np.array([0.5, np.nan, 0.9, 0.1])
     table = runfolder.columns(history, evaluations, ROUNDS) | {"seconds": 0.5 * rounds}
     runfolder.write_metrics(folder, table)
-    runfolder.write_clients(folder, {"test_accuracy": np.array([0.5, np.nan, 0.9, 0.1])})
-    final = {name: float(column[-1]) for name, column in evaluations.items() if name != "round"}
-    summary = {"algorithm": config.algorithm.name, "finished": finished, "rounds": ROUNDS, "seconds": 20.0}
-    runfolder.write_summary(folder, summary | {"final": final, "bytes": {"down": 500 * ROUNDS, "up": 300 * ROUNDS}})
+    runfolder.write_clients(folder, clients)
+    summary = summarize_run(
+        config, table, evaluations, seconds=20.0, declared=declared, finished=finished, out=str(folder)
+    )
+    runfolder.write_summary(folder, summary)
     return folder
 
 
@@ -65,7 +81,7 @@ TRIALS = [
 def a_sweep(folder):
     folder.mkdir()
     keys = {RATE: [0.1, 1.0], SERVER: [1.0, 3.0]}
-    write_sweep(folder / "sweep.toml", load_config(), Tuning(over=keys))
+    write_sweep(folder / "sweep.toml", load_config(), SweepSettings(over=keys))
     write_trials(folder / "trials.parquet", TRIALS, {"version": "0.1.0"})
     summary = {"kind": "sweep", "algorithm": "fedavg", "keys": list(keys), "best": {RATE: 0.1, SERVER: 3.0}}
     (folder / "summary.json").write_text(json.dumps(summary | {"criterion": "highest validation_accuracy"}))
@@ -86,7 +102,10 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def page(folders, tmp_path_factory):
     out = tmp_path_factory.mktemp("page") / "report.html"
-    written = write_report(collect(folders), out, title="A </script> & <b>title")
+    with pytest.MonkeyPatch.context() as patch:
+        figures = record(patch)
+        written = write_report(collect(folders), out, title="A </script> & <b>title")
+    PLOTTED[:] = figures
     return out, written
 
 
@@ -225,14 +244,102 @@ def test_every_plot_is_there_as_png_and_pdf(page):
     for path in map(Path, written["plots"]):
         assert path.parent == out.parent / "report-plots"
         assert path.read_bytes().startswith(b"\x89PNG" if path.suffix == ".png" else b"%PDF")
+    names = [Path(path).stem for path in written["plots"]]
+    plots = dict(zip(names, PLOTTED, strict=True))
+    for figure in plots.values():
+        check_figure(figure)
+    # what is drawn is what the page shows
+    for metric, file in (("test_accuracy", "test-accuracy"), ("train/loss", "train-loss")):
+        for one in data_of(out)["curves"][metric]["series"]:
+            for axis, line in one["axes"].items():
+                (drawn,) = plots[f"{file}-{axis}"].axes
+                np.testing.assert_allclose(lines(drawn)[one["label"]], np.c_[line["x"], line["mean"]])
+    assert list(lines(plots["clients-test-accuracy"].axes[0])) == ["slow", "fast"]
+    assert plots["train-loss-rounds"].axes[0].get_yscale() == "log"
+    assert plots["test-accuracy-rounds"].axes[0].get_yscale() == "linear"
 
 
 def test_long_curves_are_thinned_by_means(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedbraid.experiment.report.MOST_POINTS", 10)
+    monkeypatch.setattr("fedbraid.experiment.pagedata.MOST_POINTS", 10)
     found = collect([a_run(tmp_path / "long")])
     line = page_data(found)["curves"]["train/loss"]["series"][0]["axes"]["rounds"]
     values = np.exp(-0.1 * np.arange(1, ROUNDS + 1)).reshape(10, 4)
     np.testing.assert_allclose(line["mean"], values.mean(1), rtol=1e-5)
+
+
+# --- directions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("own", "values", "best"), [("lower", [0.9, 0.5, 0.1], "slow"), ("higher", [0.1, 0.5, 0.9], "fast")]
+)
+def test_a_report_reads_the_direction_from_the_folders(own, values, best, tmp_path):
+    runs = [a_run(tmp_path / "slow", own=own), a_run(tmp_path / "fast", rate=0.3, own=own)]
+    found = collect(runs)
+    assert found.metric("test_rank_error") == Metric("test_rank_error", own)
+    page = page_data(found)
+    assert [one["values"] for one in page["clients"]["test_rank_error"]] == [values, values]  # from worst to best
+    assert page["curves"]["test_rank_error"]["better"] == own
+    assert page["curves"]["test_rank_error"]["log"] == (own == "lower")
+    write_report(found, tmp_path / "r.html", plots=False)
+    text = (tmp_path / "r.html").read_text()
+    rows = dict(re.findall(r'<tr><th scope="row">(slow|fast)</th>(.*?)</tr>', text)[:2])
+    heads = re.findall(r'<th scope="col">(.*?)</th>', text)
+    marked = {
+        name: [i for i, cell in enumerate(re.findall(r"<td>(.*?)</td>", row), 1) if "<strong>" in cell]
+        for name, row in rows.items()
+    }
+    column = heads.index("rank error")
+    assert [name for name, cells in marked.items() if column in cells] == [best]
+    assert [name for name, cells in marked.items() if heads.index("loss") in cells] == ["fast"]
+    assert [name for name, cells in marked.items() if heads.index("accuracy") in cells] == ["fast"]
+
+
+def test_runs_that_disagree_on_a_direction_are_told(tmp_path):
+    found = collect([a_run(tmp_path / own, own=own) for own in ("lower", "higher")])
+    assert any("disagree" in notice and "test_rank_error" in notice for notice in found.notices)
+
+
+def test_folders_of_older_versions_are_read_by_well_known_names(tmp_path):
+    run = a_run(tmp_path / "run")
+    place = run / "summary.json"
+    old = json.loads(place.read_text())
+    del old["metrics"], old["diverged"]
+    old["final"]["test_loss_client_p10"] = 3.0
+    place.write_text(json.dumps(old))
+    found = collect([run])
+    assert found.metric("test_loss").lower_is_better
+    assert found.runs[0].summary.final["test_loss_client_worst_tenth"] == 3.0
+    own = a_run(tmp_path / "own", own="higher")
+    place = own / "summary.json"
+    old = json.loads(place.read_text())
+    del old["metrics"]
+    place.write_text(json.dumps(old))
+    with pytest.raises(ConfigError, match=r"own does not say whether higher or lower 'test_rank_error' is better"):
+        page_data(collect([own]))
+
+
+def test_a_summary_is_the_same_from_json_and_says_every_direction(tmp_path):
+    summary = runfolder.read_summary(a_run(tmp_path / "run", own="lower"))
+    assert RunSummary.from_json(json.loads(json.dumps(summary.to_json()))) == summary
+    assert summary.metrics == {
+        "test_accuracy": "higher",
+        "test_loss": "lower",
+        "test_rank_error": "lower",
+        "train/loss": "lower",
+    }
+    assert summary.to_json()["rounds_per_second"] == ROUNDS / 20
+    assert summary.bytes == {"down": 500 * ROUNDS, "up": 300 * ROUNDS}
+    with pytest.raises(ConfigError, match="incomplete: it has no rounds"):
+        RunSummary.from_json({"format": 1, "algorithm": "fedavg", "seconds": 1.0, "finished": True})
+
+
+def test_a_run_diverged_if_nothing_finite_is_left():
+    ok = {"t/refused": np.array([1, 0]), "t/arrived": np.array([1, 2])}
+    assert not has_diverged(ok, {"test_loss": [1.0], "test_loss_client_mean": [np.nan]}, {"w": np.ones(2)})
+    assert has_diverged(ok | {"t/refused": np.array([0, 3]), "t/arrived": np.array([2, 0])}, {})
+    assert has_diverged(ok, {"test_loss": [1.0, np.inf]})
+    assert has_diverged(ok, {}, {"w": np.array([1.0, np.nan])})
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------
@@ -295,7 +402,7 @@ def test_runs_go_to_tensorboard(folders, tmp_path):
 
     from fedbraid.experiment.track import send
 
-    send(collect(folders[:2]).entries, f"tensorboard:{tmp_path}")
+    send(collect(folders[:2]).runs, f"tensorboard:{tmp_path}")
     (file,) = (tmp_path / "slow-seed-1").iterdir()
     record, found, at = file.read_bytes(), {}, 0
     while at < len(record):  # length of 8 bytes, its check of 4, the event, its check of 4
@@ -314,7 +421,7 @@ def test_runs_go_to_mlflow(folders, tmp_path, monkeypatch):
     from fedbraid.experiment.track import send
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    send(collect(folders[:1]).entries, f"mlflow:{tmp_path.as_uri()}")
+    send(collect(folders[:1]).runs, f"mlflow:{tmp_path.as_uri()}")
     client = MlflowClient(tracking_uri=tmp_path.as_uri())
     (run,) = client.search_runs([client.get_experiment_by_name("fedbraid").experiment_id])
     assert run.data.params["algorithm.client_lr"] == "0.1"
@@ -328,7 +435,7 @@ def test_other_sinks_are_refused(folders):
 
     for sink in ("wandb:x", "tensorboard", "mlflow:"):
         with pytest.raises(ConfigError, match="tensorboard:FOLDER or mlflow:URI"):
-            send(collect(folders[:1]).entries, sink)
+            send(collect(folders[:1]).runs, sink)
 
 
 # --- in a browser ----------------------------------------------------------------------------------------------------

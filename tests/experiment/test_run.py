@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from matplotlib.image import imread
 from typer.testing import CliRunner
 
 import fedbraid as fb
@@ -21,9 +22,11 @@ from fedbraid.cli.app import make_app
 from fedbraid.data import mark
 from fedbraid.data.catalog import CATALOG
 from fedbraid.experiment import ConfigError, build, load_config
-from fedbraid.experiment.compare import load_comparison
+from fedbraid.experiment.comparison import load_comparison
 from fedbraid.experiment.config import dump
-from fedbraid.experiment.runfolder import read_metrics
+from fedbraid.experiment.figures import draw_run, save
+from fedbraid.experiment.runfolder import read_metrics, read_summary
+from fedbraid.experiment.summary import RunSummary
 from fedbraid.transforms import TRANSFORMS, attack
 
 SMALL = ("rounds=40", "cohort=5", "model.hidden=[8]", "data.clients=10", "evaluation.every=10", "checkpoint.every=2")
@@ -68,16 +71,20 @@ def test_json_has_what_is_promised(whole):
     assert summary["bytes"] == {"down": 610 * 4 * 5 * 40, "up": 610 * 4 * 5 * 40}
     assert len(summary["params_sha256"]) == 64
     assert summary["engine"]["masked_share"] == 0
+    assert summary["metrics"] == {"test_accuracy": "higher", "test_loss": "lower", "train/loss": "lower"}
+    assert summary["diverged"] is False
+    assert RunSummary.from_json(summary) == read_summary(out)
 
 
-def test_the_run_folder_is_complete(whole):
+def test_the_run_folder_is_complete(whole, tmp_path):
     _, out = whole
     assert load_config(out / "config.toml").rounds == 40
     table = pq.read_table(out / "metrics.parquet")
     assert table.num_rows == 40
     assert table["test_accuracy"].null_count == 36
-    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     columns = read_metrics(out)
+    save(draw_run(columns, "fedavg on digits: mlp, cohort 5, seed 0"), tmp_path / "again.png")
+    np.testing.assert_array_equal(imread(tmp_path / "again.png"), imread(out / "curves.png"))
     assert np.all(np.diff(columns["bytes_up"]) > 0)
     assert columns["train/loss"][-1] < columns["train/loss"][0]
 

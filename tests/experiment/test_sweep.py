@@ -8,16 +8,21 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
+from drawn import legend, record
 from fedbraid import simulate
 from fedbraid.cli.app import make_app
 from fedbraid.data.federated import FederatedData, Split
-from fedbraid.experiment import ConfigError, build, load_config, search, sweep
+from fedbraid.experiment import ConfigError, build, lab, load_config, search, sweep
+from fedbraid.experiment.lab import Lab, SweepSettings, hold_out_validation
 from fedbraid.experiment.points import points_program, traceable, with_values
-from fedbraid.experiment.sweep import Lab, Tuning, hold_out_validation, run_sweep, tune
-from fedbraid.experiment.trials import Criterion, Trials, best_point, read_trials
+from fedbraid.experiment.sweep import run_sweep
+from fedbraid.experiment.trials import Criterion, Trials, best_point, judged_by, read_trials
+from fedbraid.experiment.tuning import tune
+from fedbraid.metric import Metric
 from fedbraid.simulation.feed import Feed
 
 RATE = "algorithm.client_lr"
+ACCURACY, LOSS = Metric("validation_accuracy", "higher"), Metric("validation_loss", "lower")
 SMALL = ("rounds=6", "cohort=4", "model.name=softmax_regression", "data.clients=8", "evaluation.every=2")
 NAN = 1e38  # a rate whose first step overflows
 
@@ -133,19 +138,19 @@ def rows(*scores, reached=None, status="finished", rounds=100):
 
 
 def test_the_best_point_is_best_on_the_mean_over_seeds_and_never_diverged():
-    found = best_point(rows([0.5, 0.9], [0.75, 0.75], [0.99, None]), ["x"], Criterion("validation_accuracy"), 100)
+    found = best_point(rows([0.5, 0.9], [0.75, 0.75], [0.99, None]), ["x"], Criterion(ACCURACY), 100)
     assert found["best"] == {"x": 1}
     assert found["score"] == pytest.approx(0.75)
-    lowest = best_point(rows([0.5, 0.9], [0.75, 0.75]), ["x"], Criterion("validation_loss"), 100)
+    lowest = best_point(rows([0.5, 0.9], [0.75, 0.75]), ["x"], Criterion(LOSS), 100)
     assert lowest["best"] == {"x": 0}
     assert lowest["deviation"] == pytest.approx(np.std([0.5, 0.9], ddof=1))
-    assert best_point(rows([None]), ["x"], Criterion("validation_accuracy"), 100)["best"] is None
+    assert best_point(rows([None]), ["x"], Criterion(ACCURACY), 100)["best"] is None
     stopped = rows([0.9], status="stopped", rounds=30) + [row | {"point": 7, "x": 7} for row in rows([0.1])]
-    assert best_point(stopped, ["x"], Criterion("validation_accuracy"), 100)["best"] == {"x": 7}
+    assert best_point(stopped, ["x"], Criterion(ACCURACY), 100)["best"] == {"x": 7}
 
 
 def test_with_a_target_the_fastest_is_best_and_the_nearest_misses_come_last():
-    criterion = Criterion("validation_accuracy", 100, target=0.8)
+    criterion = Criterion(ACCURACY, 100, target=0.8)
     found = best_point(rows([0.81], [0.99], [0.79], [0.2], reached=[40, 60, None, None]), ["x"], criterion, 100)
     assert found["best"] == {"x": 0}
     assert found["rounds_to_target"] == 40
@@ -298,7 +303,7 @@ def same(row, other):
 def swept(tmp_path_factory):
     """Three rates, of which one diverges, times two numbers of epochs, at two seeds."""
     out = tmp_path_factory.mktemp("swept") / "sweep"
-    tuning = Tuning(over={RATE: [0.03, 0.3, NAN], "algorithm.epochs": [1, 2]}, seeds=2, last=4)
+    tuning = SweepSettings(over={RATE: [0.03, 0.3, NAN], "algorithm.epochs": [1, 2]}, seeds=2, last=4)
     return run_sweep(small(), tuning, out), out, tuning
 
 
@@ -347,7 +352,7 @@ def test_the_test_set_plays_no_part(swept, monkeypatch):
     data = build(small()).data
     poisoned = {name: np.zeros_like(a) for name, a in data.test.arrays.items()}
     monkeypatch.setattr(
-        sweep,
+        lab,
         "load_named",
         lambda config: FederatedData(
             data.train, Split(poisoned, data.test.offsets), data.name, data.info, data.preprocess
@@ -393,7 +398,7 @@ def test_chunks_do_not_change_the_trials(swept):
 
 
 def test_halving_stops_the_worse_and_can_go_on(tmp_path):
-    tuning = Tuning(over={RATE: [1e-6, 0.03, 0.3, NAN]}, halving=2, last=2)
+    tuning = SweepSettings(over={RATE: [1e-6, 0.03, 0.3, NAN]}, halving=2, last=2)
     config = small("rounds=8")
     file = Trials(tmp_path / "trials.parquet")
     found = tune(Lab(config, tuning), file)
@@ -414,7 +419,7 @@ def test_halving_stops_the_worse_and_can_go_on(tmp_path):
 
 def test_adaptive_search_runs_in_batches_and_goes_on(tmp_path):
     pytest.importorskip("optuna")
-    tuning = Tuning(over={RATE: "loguniform(1e-3, 1)"}, search="adaptive", trials=4, batch=2)
+    tuning = SweepSettings(over={RATE: "loguniform(1e-3, 1)"}, search="adaptive", trials=4, batch=2)
     file = Trials(tmp_path / "a.parquet")
     tune(Lab(small("rounds=2"), tuning), file)
     assert [row["together"] for row in file.rows] == [2, 2, 2, 2]
@@ -422,6 +427,88 @@ def test_adaptive_search_runs_in_batches_and_goes_on(tmp_path):
     resumed.add(file.rows[:2])
     tune(Lab(small("rounds=2"), tuning), resumed)
     assert [row[RATE] for row in resumed.rows] == [row[RATE] for row in file.rows]
+
+
+# --- directions ------------------------------------------------------------------------------------------------------
+
+OWN_MODEL = """
+import jax.numpy as jnp
+from fedbraid import Metric, Metrics
+from fedbraid.models import softmax_regression
+
+
+def model(declared=True):
+    base = softmax_regression(64, 10)
+
+    def metrics(params, batch):
+        scores = base.metrics(params, batch)
+        losses, weights = scores["loss"]
+        return {"perplexity": (jnp.exp(losses) * weights, weights), "error_free": scores["accuracy"]}
+
+    own = (Metric("error_free", better="higher"),) if declared else ()
+    return base._replace(metrics=Metrics(metrics, own))
+"""
+
+
+@pytest.fixture
+def own_model(tmp_path, monkeypatch):
+    """A user's model that measures a well-known metric and one of its own."""
+    (tmp_path / "own_model.py").write_text(OWN_MODEL)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return ("rounds=4", "cohort=4", "data.clients=8", "evaluation.every=2", "model.name=own_model:model")
+
+
+RATES = [1e-5, 0.1]  # the first hardly learns
+
+
+@pytest.mark.parametrize(
+    ("metric", "better", "best", "word"),
+    [
+        ("perplexity", None, 0.1, "lowest"),
+        ("error_free", None, 0.1, "highest"),
+        ("perplexity", "higher", 1e-5, "highest"),  # whoever asks for it gets it
+    ],
+)
+def test_a_sweep_goes_in_the_direction_of_its_metric(own_model, metric, better, best, word, tmp_path):
+    settings = SweepSettings(over={RATE: RATES}, metric=metric, better=better, last=2)
+    summary = run_sweep(load_config(settings=own_model), settings, tmp_path / "out")
+    scores = {row[RATE]: row["score"] for row in read_trials(tmp_path / "out" / "trials.parquet")}
+    low, high = sorted(RATES, key=scores.__getitem__)
+    assert summary["best"][RATE] == (low if word == "lowest" else high) == best
+    assert summary["criterion"].startswith(f"{word} validation_{metric}")
+    assert summary["better"] == {"lowest": "lower", "highest": "higher"}[word]
+    rows_ = read_trials(tmp_path / "out" / "trials.parquet")
+    assert {row["better"] for row in rows_} == {summary["better"]}  # the file says it itself
+    assert {judged_by(row) for row in rows_} == {Metric(f"validation_{metric}", summary["better"])}
+
+
+def test_halving_keeps_the_points_with_the_lowest_perplexity(own_model):
+    file = Trials(None)
+    settings = SweepSettings(over={RATE: [1e-5, 0.1, 0.05]}, metric="perplexity", halving=3, last=2)
+    tune(Lab(load_config(settings=own_model), settings), file)
+    stopped = [row for row in file.rows if row["status"] == "stopped"]
+    (finished,) = [row for row in file.rows if row["status"] == "finished"]
+    assert len(stopped) == 2
+    early = finished["curve/validation_perplexity"][0]
+    assert all(early < row["curve/validation_perplexity"][-1] for row in stopped)
+
+
+def test_a_metric_without_a_direction_is_refused_before_anything_runs(own_model, tmp_path, monkeypatch):
+    config = load_config(settings=[*own_model, "model.declared=false"])
+    monkeypatch.setattr(lab, "points_program", None)  # no program is made
+    for metric in (None, "error_free", "perplexity"):
+        with pytest.raises(ValueError, match=r"metric 'error_free' has no known direction.*Metrics\(function"):
+            run_sweep(config, SweepSettings(over={RATE: RATES}, metric=metric), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    clipped = small("transforms=[{name='clip', bound=1.0}]")
+    with pytest.raises(ConfigError, match=r"metric 'clipped' .*better = \"higher\" or \"lower\" beside metric"):
+        run_sweep(clipped, SweepSettings(over={RATE: RATES}, metric="train/clipped"), tmp_path / "out")
+
+
+def test_trials_of_older_versions_are_judged_by_well_known_names():
+    assert judged_by({"metric": "validation_perplexity"}).better == "lower"
+    with pytest.raises(ValueError, match="error_free"):
+        judged_by({"metric": "validation_error_free"})
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------
@@ -450,7 +537,7 @@ def test_adaptive_search_runs_in_batches_and_goes_on(tmp_path):
 )
 def test_bad_sweeps_are_refused_before_anything_runs(over, more, words, tmp_path):
     with pytest.raises(ValueError) as error:
-        run_sweep(small(), Tuning(over=over, **more), tmp_path / "out")
+        run_sweep(small(), SweepSettings(over=over, **more), tmp_path / "out")
     assert all(word in str(error.value) for word in words), str(error.value)
     assert not (tmp_path / "out").exists()
 
@@ -475,8 +562,8 @@ def test_trials_of_another_format_are_refused(tmp_path, monkeypatch):
         Trials(file)
 
 
-def test_the_command_sweeps_and_says_what_to_do_next(tmp_path):
-    out = tmp_path / "cli"
+def test_the_command_sweeps_and_says_what_to_do_next(tmp_path, monkeypatch):
+    out, figures = tmp_path / "cli", record(monkeypatch)
     settings = [part for value in (*SMALL, "rounds=2") for part in ("--set", value)]
     over = ["--over", f"{RATE}=logspace(-2,-1,2)"]
     app = make_app()
@@ -484,7 +571,13 @@ def test_the_command_sweeps_and_says_what_to_do_next(tmp_path):
     assert done.exit_code == 0, done.output
     summary = json.loads(done.stdout)
     assert summary["points"] == 2
-    assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    (axis,) = figures[0].axes
+    assert (out / "sweep.png").is_file()
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("client_lr", "validation_accuracy")
+    assert legend(axis) == [f"best: {summary['score']:.4g}"]
+    scores = {row[RATE]: row["score"] for row in read_trials(out / "trials.parquet")}
+    drawn = axis.containers[0].lines[0].get_xydata()
+    np.testing.assert_allclose(drawn, sorted(scores.items()))
     for arguments, word in (
         (["sweep", *settings, *over, "--out", str(out)], "not empty"),
         (["sweep", "--over", "algorithm.client_lr"], "KEY=VALUES"),
@@ -497,7 +590,7 @@ def test_the_command_sweeps_and_says_what_to_do_next(tmp_path):
 
 
 def test_a_sweep_over_the_share_of_liars_marks_as_many():
-    lab = Lab(small("attack.factor=3"), Tuning(over={"attack.share": "0.25,0.5"}))
+    made = Lab(small("attack.factor=3"), SweepSettings(over={"attack.share": "0.25,0.5"}))
     for share, liars in ((0.25, 2), (0.5, 4)):
-        train = lab.data_of(small("attack.factor=3", f"attack.share={share}")).train
+        train = made.data_of(small("attack.factor=3", f"attack.share={share}")).train
         assert sum(train.client(c)["byzantine"].any() for c in range(8)) == liars

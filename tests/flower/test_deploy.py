@@ -125,8 +125,8 @@ def test_an_apps_run_is_the_simulated_run_and_writes_its_folder(app, run_simulat
     np.testing.assert_allclose(table["train/loss"], simulated.history["train/loss"], rtol=1e-5)
     np.testing.assert_allclose(table["train/bytes_up"], simulated.history["train/bytes_up"])
     assert np.all(np.diff(table["seconds"]) > 0)
-    assert summary["finished"]
-    assert summary["final"]["test_accuracy"] == pytest.approx(float(simulated.evaluations["test_accuracy"][-1]))
+    assert summary.finished
+    assert summary.final["test_accuracy"] == pytest.approx(float(simulated.evaluations["test_accuracy"][-1]))
     assert {p.name for p in out.iterdir()} >= {"config.toml", "metrics.parquet", "clients.parquet", "curves.png"}
     assert tomllib.loads((out / "config.toml").read_text())["rounds"] == 2
     with pytest.raises(ValueError, match="finished"):  # a finished run is not run over

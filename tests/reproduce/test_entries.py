@@ -5,17 +5,20 @@ from pathlib import Path
 
 import pytest
 
+from drawn import check_figure, record
 from fedbraid.experiment.config import ConfigError
 from fedbraid.reproduce import Entry, Evidence, Finding, entries, reproduce, write_index, write_page
 from fedbraid.reproduce.page import page_text
 
 
 @pytest.mark.parametrize("name", list(entries()))
-def test_the_quick_form_finds_what_the_paper_says(name, tmp_path):
+def test_the_quick_form_finds_what_the_paper_says(name, tmp_path, monkeypatch):
+    figures = record(monkeypatch)
     result = reproduce(name, size="quick", out=tmp_path)
     assert result["of"] > 0
     assert [row for row in result["findings"] if not row["within"]] == []
-    assert (tmp_path / f"{name}.png").stat().st_size > 3000
+    assert (tmp_path / f"{name}.png").is_file()
+    check_figure(figures[-1])
     assert json.loads((tmp_path / f"{name}.json").read_text()) == result
 
 

@@ -73,7 +73,7 @@ def test_workers_find_what_one_machine_finds_and_repeat_nothing(tmp_path, monkey
         ({}, Cluster("local", 2, {"slurm_partitoin": "gpu"}), "partitoin"),
     ],
 )
-def test_what_cannot_be_dealt_out_is_refused_and_leaves_nothing(tmp_path, monkeypatch, changes, there, word):
+def test_what_cannot_be_divided_is_refused_and_leaves_nothing(tmp_path, monkeypatch, changes, there, word):
     pytest.importorskip("submitit")
     monkeypatch.setenv("PATH", os.defpath)
     with pytest.raises(ConfigError, match=word):
@@ -88,7 +88,7 @@ def test_without_submitit_its_extra_is_named(tmp_path, monkeypatch):
 
 
 def test_a_bundle_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="not a sweep that was dealt out"):
+    with pytest.raises(ConfigError, match="not a sweep that was divided among workers"):
         run_bundle(tmp_path, 0)
     (tmp_path / "bundles.json").write_text('{"bundles": [[0]]}')
     with pytest.raises(ConfigError, match="from 0 to 0"):

@@ -63,7 +63,7 @@ def test_two_hosts_do_what_one_with_as_many_devices_does(tmp_path, start):
     assert "process 1 of 2 on" in said[0]
     assert "error" not in said[1]
     run_config(load_config(settings=settings), tmp_path / "one")
-    one, two = (read_summary(tmp_path / name)["engine"] for name in ("one", "two"))
+    one, two = (read_summary(tmp_path / name).engine for name in ("one", "two"))
     assert (two["hosts"], two["devices"]) == (2, 4)
     assert (one["hosts"], one["devices"], one["local_steps"]) == (1, 4, two["local_steps"])
     close(saved(tmp_path / "one")[1], saved(tmp_path / "two")[1])
@@ -98,7 +98,7 @@ def test_a_killed_host_stops_the_others_and_the_run_goes_on_without_it(tmp_path,
     rounds = done + 4
     resumed = load_config(settings=[*settings, f"rounds={rounds}"])
     summary = run_config(resumed, folder, resume=True)
-    assert summary["rounds"] == rounds
+    assert summary.rounds == rounds
     run_config(resumed, tmp_path / "whole")
     close(saved(folder)[1], saved(tmp_path / "whole")[1])
 
@@ -127,4 +127,4 @@ def test_a_resumed_run_may_change_its_engine_alone(tmp_path):
     with pytest.raises(ConfigError, match=r"except for keys of engine"):
         command(resume=tmp_path / "run", settings=["cohort=4"])
     command(resume=tmp_path / "run", settings=["engine.devices=1", "engine.plan=chunks", "engine.chunk=2"], quiet=True)
-    assert read_summary(tmp_path / "run")["engine"]["chunk"] == 2
+    assert read_summary(tmp_path / "run").engine["chunk"] == 2

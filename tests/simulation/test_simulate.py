@@ -278,8 +278,8 @@ def test_evaluation_by_client():
     assert row["test_loss_client_mean"] == pytest.approx(means.mean())
     assert row["test_accuracy_client_worst"] == pytest.approx(means.min())
     assert row["test_loss_client_worst"] == pytest.approx(means.max())
-    assert row["test_accuracy_client_p10"] == pytest.approx(np.percentile(means, 10))
-    assert row["test_loss_client_p10"] == pytest.approx(np.percentile(means, 90))
+    assert row["test_accuracy_client_worst_tenth"] == pytest.approx(np.percentile(means, 10))
+    assert row["test_loss_client_worst_tenth"] == pytest.approx(np.percentile(means, 90))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import math
 import pytest
 from typer.testing import CliRunner
 
+from drawn import record
 from fedbraid.experiment.config import load_config
 from fedbraid.experiment.diagnosis import Probe, Settings, advise, diagnose, diagnosis_figure, verify
 from fedbraid.theory.constants import Constants, Estimate
@@ -152,7 +153,8 @@ def test_verification_knows_that_a_loss_falls_to_its_target():
         verify(config, (), seeds=1, metric="test_f1")
 
 
-def test_the_command_prints_one_json_object_or_sentences(tmp_path):
+def test_the_command_prints_one_json_object_or_sentences(tmp_path, monkeypatch):
+    figures = record(monkeypatch)
     import typer
 
     from fedbraid.cli.diagnose import command
@@ -165,7 +167,9 @@ def test_the_command_prints_one_json_object_or_sentences(tmp_path):
     assert result.exit_code == 0, result.output
     out = json.loads(result.stdout)
     assert set(out["advice"]) >= {"safe_client_lr", "dominant", "sentences", "unknown"}
-    assert (tmp_path / "d.png").stat().st_size > 10_000
+    constants, terms, _ = figures[0].axes
+    assert constants.get_xlabel() == "round"
+    assert [bar.get_height() for bar in terms.patches[:3]] == pytest.approx(list(out["advice"]["terms"].values()))
     result = CliRunner().invoke(app, [*words, *few])
     assert "settings to try" in result.stdout
     assert "not known" in result.stdout

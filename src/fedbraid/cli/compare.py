@@ -12,9 +12,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fedbraid.cli.groups import Output, with_groups
 from fedbraid.cli.notes import as_notes
 
 
+@with_groups
 def command(
     config: Annotated[Path | None, typer.Argument(help="TOML file with methods; default: the embedded one")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="key=value, such as compare.seeds=5")] = None,
@@ -22,14 +24,15 @@ def command(
         str | None, typer.Option(help="what is equal: rounds, client-communication or total-communication")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="folder to make (default: runs/compare-DATA-TIME)")] = None,
-    resume: Annotated[Path | None, typer.Option(help="folder of a stopped comparison to go on with")] = None,
-    json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="no progress, no table")] = False,
+    resume: Annotated[Path | None, typer.Option(help="folder of a stopped comparison to continue")] = None,
+    *,
+    output: Output,
 ) -> None:
     """Tune, run and test several methods with the same cohorts, initial model and seeds; print one table."""
     from fedbraid.cli.sweep import Bar
     from fedbraid.experiment import ConfigError
-    from fedbraid.experiment.compare import load_comparison, reopen_comparison, run_comparison
+    from fedbraid.experiment.compare import run_comparison
+    from fedbraid.experiment.comparison import load_comparison, reopen_comparison
     from fedbraid.simulation import use_cores
 
     if resume is not None:
@@ -44,7 +47,7 @@ def command(
     use_cores(comparison.base.engine.devices)
     console = Console(stderr=True, highlight=False)
     try:
-        with as_notes(console), Bar(console, show=not (quiet or json)) as bar:
+        with as_notes(console), Bar(console, show=output.shown) as bar:
 
             def told(label: str, news: Any) -> None:
                 bar.about = label
@@ -52,25 +55,28 @@ def command(
 
             summary = run_comparison(comparison, folder, resume=resume is not None, on_news=told)
     except KeyboardInterrupt:
-        console.print(f"stopped; what is finished is kept. Go on with: fedbraid compare --resume {folder}")
+        console.print(f"stopped; what is finished is kept. Continue with: fedbraid compare --resume {folder}")
         sys.exit(130)
-    if json:
+    if output.json:
         print(json_.dumps(summary))
-    elif not quiet:
+    elif not output.quiet:
         _closing(Console(highlight=False), summary, folder)
 
 
 def _closing(console: Console, summary: dict[str, Any], folder: Path) -> None:
-    from fedbraid.cli.run import size
     from fedbraid.cli.sweep import show
+    from fedbraid.experiment.trials import judged_by
+    from fedbraid.units import format_bytes
 
     metric, target = summary["metric"], summary["target"]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     heads = ["method", "tuned to", "cohort", (metric or "score").removeprefix("test_")]
     heads += [f"rounds to {target:g}", f"sent to {target:g}"] if target is not None else []
-    heads += ["10th perc.", "worst"]
+    heads += ["worst tenth", "worst"]
     for i, head in enumerate(heads):
         table.add_column(head, justify="left" if i < 2 else "right")
+    scores = [row["score"] for row in summary["methods"] if row.get("score") is not None]
+    best = judged_by(summary).best(scores) if scores else None
     edges = []
     for row in summary["methods"]:
         if row["best"] is None:
@@ -83,21 +89,22 @@ def _closing(console: Console, summary: dict[str, Any], folder: Path) -> None:
             cells.append(f"{row['diverged']} diverged")
         else:
             spread = "" if row["deviation"] is None else f" ± {row['deviation']:.2g}"
-            cells.append(f"[bold]{row['score']:.4f}[/]{spread}")
+            score = f"{row['score']:.4f}"
+            cells.append((f"[bold]{score}[/]" if row["score"] == best else score) + spread)
         if target is not None:
             never = f"{row['reached']} of {len(summary['seeds'])} seeds"
             rounds, sent = row["rounds_to_target"], row["bytes_to_target"]
-            cells += [never if rounds is None else f"{rounds:.0f}", "" if sent is None else size(sent)]
+            cells += [never if rounds is None else f"{rounds:.0f}", "" if sent is None else format_bytes(sent)]
         clients = row["clients"] or {}
-        cells += [f"{clients[name]:.3f}" if name in clients else "" for name in ("p10", "worst")]
+        cells += [f"{clients[name]:.3f}" if name in clients else "" for name in ("worst_tenth", "worst")]
         table.add_row(*cells)
     console.print(table)
     over = ", ".join(map(str, summary["seeds"]))
     equal = summary["protocol"].replace("-", " ")
     console.print(f"\n{summary['criterion']}; mean ± deviation over seeds {over}; equal {equal}.")
-    console.print("10th percentile and worst: over clients, each by its own test examples, under the last model.")
+    console.print("worst tenth: a tenth of the clients do worse, each on its own test examples, under the last model.")
     if summary["tuned_on"]:
         console.print(f"Tuned on {summary['tuned_on']}; the test set took no part.")
     if edges:
-        console.print(f"[yellow]best at the edge of its grid, look beyond: {'; '.join(edges)}[/]")
+        console.print(f"[yellow]best at the edge of its grid, try values beyond: {'; '.join(edges)}[/]")
     console.print(f"\nsee it: fedbraid report {folder}", soft_wrap=True)

@@ -49,12 +49,12 @@ def command(
 
 
 def _show(console: Console, report: dict[str, Any]) -> None:
-    from fedbraid.cli.run import size
+    from fedbraid.units import format_bytes
 
     name = report["algorithm"]
     for outer in report["transforms"]:
         name = f"{outer}({name})"
-    console.print(f"[bold]{name}[/], a model of {size(report['model_bytes'])}; one client in one round:")
+    console.print(f"[bold]{name}[/], a model of {format_bytes(report['model_bytes'])}; one client in one round:")
     table = Table("exchange", "down", "up", "models", box=None, padding=(0, 3, 0, 0))
     for column in table.columns[1:]:
         column.justify = "right"
@@ -65,8 +65,8 @@ def _show(console: Console, report: dict[str, Any]) -> None:
     console.print(table)
     console.print(
         f"{_times(report['multiple'])} where FedAvg has 2x; a round of {report['cohort']} clients "
-        f"{'an exchange ' if len(report['exchanges']) > 1 else ''}sends {size(report['round_bytes'])}, "
-        f"{report['rounds']:,} rounds {size(report['run_bytes'])}",
+        f"{'an exchange ' if len(report['exchanges']) > 1 else ''}sends {format_bytes(report['round_bytes'])}, "
+        f"{report['rounds']:,} rounds {format_bytes(report['run_bytes'])}",
         soft_wrap=True,
     )
 

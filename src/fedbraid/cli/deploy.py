@@ -183,7 +183,7 @@ def run(
     overrides = {} if rounds is None else {"rounds": rounds}
     status, details = run_app(link, folder.resolve(), str(place.absolute()), on_line=show, **overrides)
     ended = status == "finished:completed"
-    summary = read_summary(place) if ended and address is None else {"out": str(place)}
+    summary = read_summary(place).to_json() if ended and address is None else {"out": str(place)}
     if json:
         print(json_.dumps({"status": status, "details": details, **summary}))
     if not ended:

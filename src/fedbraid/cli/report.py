@@ -16,7 +16,7 @@ def command(
         Path | None, typer.Option(help="HTML file to write (default: report.html in the first folder)")
     ] = None,
     title: Annotated[str | None, typer.Option(help="heading of the page")] = None,
-    drift: Annotated[int, typer.Option(help="go through so many first rounds of plain runs again to show drift")] = 0,
+    drift: Annotated[int, typer.Option(help="run this many first rounds of plain runs again, to show drift")] = 0,
     plots: Annotated[bool, typer.Option("--plots/--no-plots", help="also every plot as PNG and PDF")] = True,
     to: Annotated[
         list[str] | None, typer.Option("--to", help="also send the runs to tensorboard:FOLDER or mlflow:URI")
@@ -25,7 +25,8 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
 ) -> None:
     """Write one HTML file that opens offline: curves, tuning maps, clients, drift, differences, citations."""
-    from fedbraid.experiment.report import collect, write_report
+    from fedbraid.experiment.collect import collect
+    from fedbraid.experiment.report import write_report
 
     place = out if out is not None else folders[0] / "report.html"
     found = collect(folders, drift=drift)
@@ -33,7 +34,7 @@ def command(
     if to:
         from fedbraid.experiment.track import send
 
-        written["sent"] = {sink: send(found.entries, sink) for sink in to}
+        written["sent"] = {sink: send(found.runs, sink) for sink in to}
     if open_:
         import webbrowser
 

@@ -10,16 +10,37 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fedbraid.cli.groups import Output, with_groups
 from fedbraid.cli.notes import as_notes
+from fedbraid.metric import is_client_column
+from fedbraid.units import format_bytes
+
+if TYPE_CHECKING:
+    from fedbraid.experiment.summary import RunSummary
 
 
+class Hosts(NamedTuple):
+    """Options of a run on several hosts."""
+
+    at: Annotated[
+        str | None,
+        typer.Option(
+            "--hosts",
+            help="run on several hosts: ADDRESS:PORT of the first; or auto, under SLURM, Open MPI or Kubernetes",
+        ),
+    ] = None
+    host_count: Annotated[int | None, typer.Option(help="how many hosts there are")] = None
+    host_id: Annotated[int | None, typer.Option(help="which of them this is, from 0; the first one writes")] = None
+
+
+@with_groups
 def command(
     config: Annotated[Path | None, typer.Argument(help="TOML file; without one the embedded default runs")] = None,
     settings: Annotated[
@@ -27,62 +48,67 @@ def command(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="run folder to make (default: runs/NAME-TIME)")] = None,
     resume: Annotated[Path | None, typer.Option(help="run folder to continue")] = None,
-    at: Annotated[
-        str | None,
-        typer.Option(
-            "--hosts",
-            help="run on several hosts: ADDRESS:PORT of the first; or auto, under SLURM, Open MPI or Kubernetes",
-        ),
-    ] = None,
-    host_count: Annotated[int | None, typer.Option(help="how many hosts there are")] = None,
-    host_id: Annotated[int | None, typer.Option(help="which of them this is, from 0; the first one writes")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="only say how it would be computed")] = False,
-    json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="no progress, no table")] = False,
+    *,
+    where: Hosts,
+    output: Output,
 ) -> None:
     """Train a model as a configuration says; write a run folder with metrics, checkpoints and a picture."""
-    from fedbraid.experiment import ConfigError, load_config
-    from fedbraid.experiment.runfolder import CONFIG, reopen
+    from fedbraid.experiment import ConfigError
     from fedbraid.simulation import hosts, use_cores
 
+    loaded, folder = _what(config, settings or [], out, resume)
+    hosts.check(*where)
+    if explain:
+        use_cores(loaded.engine.devices)
+        return _explain(loaded, output.json)
+    console = Console(stderr=True, highlight=False)
+    again = resume is not None
+    if where.at is None:
+        use_cores(loaded.engine.devices)
+        try:
+            finished = _train(console, loaded, folder, again, output)
+        except MemoryError as error:
+            raise ConfigError(str(error)) from None
+    else:
+        finished = _train_on_hosts(console, loaded, folder, again, where, output)
+    if not finished:
+        sys.exit(130)
+
+
+def _what(config: Path | None, settings: list[str], out: Path | None, resume: Path | None) -> tuple[Any, Path]:
+    """The configuration to run, and its folder."""
+    from fedbraid.experiment import ConfigError, load_config
+    from fedbraid.experiment.runfolder import CONFIG, reopen
+
     if resume is not None:
-        if config is not None or out is not None or not all(s.startswith("engine.") for s in settings or []):
+        if config is not None or out is not None or not all(s.startswith("engine.") for s in settings):
             raise ConfigError(
                 "--resume takes everything from the run folder: leave out CONFIG, --out and --set, except for keys of "
                 "engine, which change no results"
             )
-        reopen(resume)  # refuses what is no run, or is finished
-        loaded, folder = load_config(resume / CONFIG, settings or []), resume
-    else:
-        loaded = load_config(config, settings or [])
-        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        what = f"{loaded.algorithm.name}-{Path(loaded.data.name).name}"  # data may be the path of a store
-        folder = out if out is not None else Path("runs") / f"{what}-{stamp}"
-    hosts.check(at, host_count, host_id)
-    if explain:
-        use_cores(loaded.engine.devices)
-        return _explain(loaded, json)
-    console = Console(stderr=True, highlight=False)
-    if at is None:
-        use_cores(loaded.engine.devices)
-        try:
-            finished = _train(console, loaded, folder, resume is not None, json, quiet)
-        except MemoryError as error:
-            raise ConfigError(str(error)) from None
-        if not finished:
-            sys.exit(130)
-        return
+        reopen(resume)  # refuses a folder without a run, and a finished run
+        return load_config(resume / CONFIG, settings), resume
+    loaded = load_config(config, settings)
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    what = f"{loaded.algorithm.name}-{Path(loaded.data.name).name}"  # data may be the path of a store
+    return loaded, out if out is not None else Path("runs") / f"{what}-{stamp}"
+
+
+def _train_on_hosts(console: Console, loaded: Any, folder: Path, again: bool, where: Hosts, output: Output) -> bool:
+    """Run as one of several hosts."""
+    from fedbraid.simulation import hosts, use_cores
+
+    assert where.at is not None
     joined = hosts.watch_over(lambda sentence: console.print(f"[bold red]error:[/] {sentence}", soft_wrap=True))
     with _together(console):
-        hosts.join(at, host_count, host_id)
+        hosts.join(where.at, where.host_count, where.host_id)
         joined()
         use_cores(loaded.engine.devices)
         for line in hosts.placement(loaded.engine.devices):
-            if hosts.is_first() and not (quiet or json):
+            if hosts.is_first() and output.shown:
                 console.print(line, soft_wrap=True)
-        finished = _train(console, loaded, folder, resume is not None, json, quiet)
-    if not finished:
-        sys.exit(130)
+        return _train(console, loaded, folder, again, output)
 
 
 def _explain(loaded: Any, json: bool) -> None:
@@ -95,9 +121,8 @@ def _explain(loaded: Any, json: bool) -> None:
     console.print(f"[bold]{found['plan']}[/]: {found['how']}")
     console.print(f"devices: {', '.join(found['devices'])}; data {found['data']}")
     for exchange in found["exchanges"]:
-        console.print(
-            f"exchange {exchange['name']}: a client gets {size(exchange['down'])}, sends {size(exchange['up'])}"
-        )
+        down, up = format_bytes(exchange["down"]), format_bytes(exchange["up"])
+        console.print(f"exchange {exchange['name']}: a client gets {down}, sends {up}")
         for line in found["convolutions"][exchange["name"]] or ["no convolution of XLA's"]:
             console.print(f"  {escape(line)}")
         for line in found["matrices"][exchange["name"]]:
@@ -106,26 +131,26 @@ def _explain(loaded: Any, json: bool) -> None:
             console.print(f"  kernels: {escape(', '.join(found['kernels'][exchange['name']]))}")
 
 
-def _train(console: Console, loaded: Any, folder: Path, resume: bool, json: bool, quiet: bool) -> bool:
-    """Run, and tell of it; whether it came to its end."""
+def _train(console: Console, loaded: Any, folder: Path, again: bool, output: Output) -> bool:
+    """Run and show the results; returns whether all rounds were done."""
     from fedbraid.experiment import run_config
     from fedbraid.simulation import hosts
 
     first = hosts.is_first()
-    with _Watch(console, loaded.rounds, show=first and not (quiet or json)) as watch:
-        summary = run_config(loaded, folder, resume=resume, on_built=watch.built, on_progress=watch.progress)
-    if first and json:
-        print(json_.dumps(summary))
-    elif first and not quiet:
+    with _Watch(console, loaded.rounds, show=first and output.shown) as watch:
+        summary = run_config(loaded, folder, resume=again, on_built=watch.built, on_progress=watch.progress)
+    if first and output.json:
+        print(json_.dumps(summary.to_json()))
+    elif first and not output.quiet:
         _closing(Console(highlight=False), summary)
-    if first and not summary["finished"]:
-        console.print(f"stopped after round {summary['rounds']}; go on with: fedbraid run --resume {folder}")
-    return summary["finished"]
+    if first and not summary.finished:
+        console.print(f"stopped after round {summary.rounds}; continue with: fedbraid run --resume {folder}")
+    return summary.finished
 
 
 @contextlib.contextmanager
 def _together(console: Console) -> Iterator[None]:
-    """One of several hosts: whatever goes wrong here ends this process at once, so that the others need not wait."""
+    """On several hosts: an error ends this process at once, so that the other hosts do not wait for it."""
     from fedbraid.simulation import hosts
 
     status = 1
@@ -143,7 +168,7 @@ def _together(console: Console) -> Iterator[None]:
 
 
 class _Watch:
-    """The progress bar, and Ctrl-C: the first one ends the run after a checkpoint, the second at once."""
+    """The progress bar, and Ctrl-C: pressed once it ends the run after a checkpoint, twice at once."""
 
     def __init__(self, console: Console, rounds: int, *, show: bool) -> None:
         from rich.progress import (
@@ -214,41 +239,29 @@ class _Watch:
             news.append(f"accuracy {now.row['test_accuracy']:.3f}")
         if self.rate:
             news.append(f"{self.rate:.1f} rounds/s")
-        news.append(size(self.bytes))
+        news.append(format_bytes(self.bytes))
         if not self.stop:
             self.bar.update(self.task, completed=now.round, news="  ".join(news))
         return self.stop
 
 
-def size(count: float) -> str:
-    """Bytes for people.
-
-    >>> size(12_345_678)
-    '12.3 MB'
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
-def _closing(console: Console, summary: dict[str, Any]) -> None:
+def _closing(console: Console, summary: RunSummary) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    final = summary["final"]
+    final, sent = summary.final, summary.bytes
     rows = [
-        ("rounds", f"{summary['rounds']} in {summary['seconds']:.1f} s ({summary['rounds_per_second']:.1f} a second)"),
-        ("sent", f"{size(summary['bytes']['down'])} down, {size(summary['bytes']['up'])} up"),
+        ("rounds", f"{summary.rounds} in {summary.seconds:.1f} s ({summary.rounds_per_second:.1f} a second)"),
+        ("sent", f"{format_bytes(sent['down'])} down, {format_bytes(sent['up'])} up"),
     ]
     if "test_accuracy" in final:
-        clients = {word: final[f"test_accuracy_client_{word}"] for word in ("mean", "p10", "worst")}
-        spread = "clients: mean {mean:.3f}, 10th percentile {p10:.3f}, worst {worst:.3f}".format(**clients)
+        clients = {word: final[f"test_accuracy_client_{word}"] for word in ("mean", "worst_tenth", "worst")}
+        spread = "clients: mean {mean:.3f}, worst tenth {worst_tenth:.3f}, worst {worst:.3f}".format(**clients)
         rows.append(("test accuracy", f"[bold]{final['test_accuracy']:.4f}[/]   ({spread})"))
-    if "test_loss" in final:
-        rows.append(("test loss", f"{final['test_loss']:.4f}"))
+    for name, value in final.items():
+        if name.startswith("test_") and name != "test_accuracy" and not is_client_column(name):
+            rows.append((name.replace("_", " "), f"{value:.4f}"))
     if "epsilon" in final:
         rows.append(("epsilon", f"{final['epsilon']:.3g} (differential privacy, by client)"))
-    rows += [("picture", f"{summary['out']}/curves.png"), ("run folder", summary["out"])]
+    rows += [("picture", f"{summary.out}/curves.png"), ("run folder", summary.out)]
     for row in rows:
         table.add_row(*row)
     console.print(table, soft_wrap=True)

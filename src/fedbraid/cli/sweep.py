@@ -1,4 +1,4 @@
-"""``fedbraid sweep``: many points of a configuration, as few programs as there are shapes."""
+"""``fedbraid sweep``: try many points of a configuration; points of equal shapes run as one program."""
 
 from __future__ import annotations
 
@@ -6,108 +6,128 @@ import datetime
 import json as json_
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from fedbraid.cli.groups import Output, with_groups
 from fedbraid.cli.notes import as_notes
 
 
-def command(
-    config: Annotated[Path | None, typer.Argument(help="TOML file, with a sweep section or without")] = None,
+class Search(NamedTuple):
+    """Options that override keys of the ``[sweep]`` section."""
+
     over: Annotated[
         list[str] | None,
         typer.Option(
             "--over", help="KEY=VALUES, such as algorithm.client_lr=logspace(-4,0,9) or 0.1,0.3,1; may be repeated"
         ),
-    ] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="key=value of the configuration")] = None,
-    seeds: Annotated[int | None, typer.Option(help="tuning seeds per point")] = None,
-    search: Annotated[str | None, typer.Option(help="grid, random or adaptive (optuna)")] = None,
-    trials: Annotated[int | None, typer.Option(help="points of a random or adaptive search")] = None,
-    halving: Annotated[
-        int | None, typer.Option(help="successive halving: each rung keeps one point in so many")
-    ] = None,
-    metric: Annotated[str | None, typer.Option(help="what to judge by: accuracy, loss, train/loss ...")] = None,
-    last: Annotated[int | None, typer.Option(help="rounds at the end that the metric is averaged over")] = None,
-    target: Annotated[float | None, typer.Option(help="judge by the rounds to this value of the metric")] = None,
-    validation: Annotated[
-        float | None, typer.Option(help="share of each client's training examples to tune on")
-    ] = None,
-    at_once: Annotated[int | None, typer.Option(help="points in one program at most (default: what fits)")] = None,
-    out: Annotated[Path | None, typer.Option(help="folder to make (default: runs/sweep-NAME-TIME)")] = None,
-    resume: Annotated[Path | None, typer.Option(help="folder of a stopped sweep to go on with")] = None,
-    cluster: Annotated[str | None, typer.Option(help="deal the points out to workers: slurm, or local")] = None,
-    workers: Annotated[int | None, typer.Option(help="workers on the cluster at most (default: 4)")] = None,
+    ] = None
+    seeds: Annotated[int | None, typer.Option(help="tuning seeds per point")] = None
+    search: Annotated[str | None, typer.Option(help="grid, random or adaptive (optuna)")] = None
+    trials: Annotated[int | None, typer.Option(help="points of a random or adaptive search")] = None
+    halving: Annotated[int | None, typer.Option(help="successive halving: each rung keeps one point in this many")] = (
+        None
+    )
+    metric: Annotated[str | None, typer.Option(help="what to judge by: accuracy, loss, train/loss ...")] = None
+    better: Annotated[
+        str | None, typer.Option(help="higher or lower, for a metric that does not declare its direction")
+    ] = None
+    last: Annotated[int | None, typer.Option(help="rounds at the end that the metric is averaged over")] = None
+    target: Annotated[float | None, typer.Option(help="judge by the rounds to this value of the metric")] = None
+    validation: Annotated[float | None, typer.Option(help="share of each client's training examples to tune on")] = None
+    at_once: Annotated[int | None, typer.Option(help="most points in one program (default: what fits)")] = None
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The keys that were given."""
+        given = {name: value for name, value in self._asdict().items() if value is not None}
+        return given | ({"over": dict(_split(one) for one in self.over)} if self.over else {})
+
+
+class Workers(NamedTuple):
+    """Options of a sweep on a cluster."""
+
+    cluster: Annotated[str | None, typer.Option(help="divide the points among workers: slurm, or local")] = None
+    workers: Annotated[int | None, typer.Option(help="most workers on the cluster (default: 4)")] = None
     cluster_set: Annotated[
         list[str] | None,
         typer.Option(help="key=value for the workers, such as slurm_partition=gpu, gpus_per_node=1, timeout_min=60"),
-    ] = None,
-    bundle: Annotated[int | None, typer.Option(hidden=True, help="what a worker runs: one bundle of --resume")] = None,
-    json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="no progress, no table")] = False,
-) -> None:
-    """Try many values of keys and find the best, on a validation split and on seeds of its own."""
-    from fedbraid.experiment import ConfigError
-    from fedbraid.experiment.cluster import BUNDLES, Cluster, collect, run_bundle, sweep_on
-    from fedbraid.experiment.config import read_tree
-    from fedbraid.experiment.sweep import load_sweep, reopen_sweep, run_sweep
-    from fedbraid.simulation import use_cores
+    ] = None
+    bundle: Annotated[int | None, typer.Option(hidden=True, help="what a worker runs: one bundle of --resume")] = None
 
-    given = {
-        "seeds": seeds,
-        "search": search,
-        "trials": trials,
-        "halving": halving,
-        "metric": metric,
-        "last": last,
-        "target": target,
-        "validation": validation,
-        "at_once": at_once,
-    }
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if over:
-        changes["over"] = dict(_split(one) for one in over)
-    if cluster not in (None, "slurm", "local"):
-        raise ConfigError(f"--cluster must be slurm or local, got {cluster!r}")
-    if cluster is None and (workers is not None or cluster_set):
-        raise ConfigError("--workers and --cluster-set go with --cluster slurm or --cluster local")
-    if bundle is not None and (resume is None or cluster is not None):
-        raise ConfigError("--bundle goes with --resume FOLDER alone: it is what the workers of a cluster run")
+    def check(self, resume: Path | None) -> None:
+        from fedbraid.experiment import ConfigError
+
+        if self.cluster not in (None, "slurm", "local"):
+            raise ConfigError(f"--cluster must be slurm or local, got {self.cluster!r}")
+        if self.cluster is None and (self.workers is not None or self.cluster_set):
+            raise ConfigError("--workers and --cluster-set go with --cluster slurm or --cluster local")
+        if self.bundle is not None and (resume is None or self.cluster is not None):
+            raise ConfigError("--bundle goes with --resume FOLDER alone: it is what the workers of a cluster run")
+
+
+@with_groups
+def command(
+    config: Annotated[Path | None, typer.Argument(help="TOML file, with a sweep section or without")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="key=value of the configuration")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder to make (default: runs/sweep-NAME-TIME)")] = None,
+    resume: Annotated[Path | None, typer.Option(help="folder of a stopped sweep to continue")] = None,
+    *,
+    search: Search,
+    where: Workers,
+    output: Output,
+) -> None:
+    """Try many values of keys and find the best, on a validation split and on tuning seeds."""
+    from fedbraid.experiment import ConfigError
+    from fedbraid.experiment.sweep import load_sweep, reopen_sweep
+
+    where.check(resume)
     if resume is not None:
-        if config is not None or settings or out is not None or changes:
+        if config is not None or settings or out is not None or search.changes:
             raise ConfigError("--resume takes everything from the folder: leave out CONFIG and all other options")
-        loaded, tuning = reopen_sweep(resume)
-        folder = resume
+        sweep, folder = reopen_sweep(resume), resume
     else:
-        loaded, tuning = load_sweep(config, settings or [], changes)
+        sweep = load_sweep(config, settings or [], search.changes)
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        loaded = sweep[0]
         what = f"sweep-{loaded.algorithm.name}-{Path(loaded.data.name).name}"  # data may be the path of a store
         folder = out if out is not None else Path("runs") / f"{what}-{stamp}"
     console = Console(stderr=True, highlight=False)
     try:
-        with as_notes(console), Bar(console, show=not (quiet or json)) as bar:
-            again: dict[str, Any] = {"resume": resume is not None, "on_news": bar.news}
-            if cluster is not None:
-                there = Cluster(cluster, 4 if workers is None else workers, read_tree(None, cluster_set or []))
-                summary = sweep_on(there, loaded, tuning, folder, **again)
-            else:
-                use_cores(loaded.engine.devices)
-                if bundle is not None:
-                    run_bundle(folder, bundle, on_news=bar.news)
-                    return
-                if resume is not None and (folder / BUNDLES).is_file():
-                    collect(folder)  # what workers finished is not run again
-                summary = run_sweep(loaded, tuning, folder, **again)
+        with as_notes(console), Bar(console, show=output.shown) as bar:
+            summary = _sweep(sweep, folder, where, resume=resume is not None, on_news=bar.news)
     except KeyboardInterrupt:
-        console.print(f"stopped; the finished trials are kept. Go on with: fedbraid sweep --resume {folder}")
+        console.print(f"stopped; the finished trials are kept. Continue with: fedbraid sweep --resume {folder}")
         sys.exit(130)
-    if json:
+    if summary is None:
+        return
+    if output.json:
         print(json_.dumps(summary))
-    elif not quiet:
+    elif not output.quiet:
         _closing(Console(highlight=False), summary, folder)
+
+
+def _sweep(sweep: tuple[Any, Any], folder: Path, where: Workers, **again: Any) -> dict[str, Any] | None:
+    """Run the sweep on this machine or by workers; None for a worker, which runs one bundle of it."""
+    from fedbraid.experiment.cluster import BUNDLES, Cluster, collect, run_bundle, sweep_on
+    from fedbraid.experiment.config import read_tree
+    from fedbraid.experiment.sweep import run_sweep
+    from fedbraid.simulation import use_cores
+
+    if where.cluster in ("slurm", "local"):
+        workers = 4 if where.workers is None else where.workers
+        there = Cluster(where.cluster, workers, read_tree(None, where.cluster_set or []))
+        return sweep_on(there, *sweep, folder, **again)
+    use_cores(sweep[0].engine.devices)
+    if where.bundle is not None:
+        run_bundle(folder, where.bundle, on_news=again["on_news"])
+        return None
+    if again["resume"] and (folder / BUNDLES).is_file():
+        collect(folder)  # trials that workers finished are not run again
+    return run_sweep(*sweep, folder, **again)
 
 
 def _split(text: str) -> tuple[str, str]:
@@ -118,7 +138,7 @@ def _split(text: str) -> tuple[str, str]:
 
 
 class Bar:
-    """A progress bar over trials and rounds that tells the best so far."""
+    """A progress bar over trials and rounds that shows the best point so far."""
 
     def __init__(self, console: Console, *, show: bool) -> None:
         from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -176,7 +196,7 @@ def _closing(console: Console, summary: dict[str, Any], folder: Path) -> None:
         spread = "" if summary["deviation"] is None else f" ± {summary['deviation']:.2g}"
         table.add_row("best", f"[bold]{values}[/]   ({summary['score']:.4f}{spread})")
         for key in summary["at_edge"]:
-            table.add_row("", f"[yellow]{key} is best at the edge of its values: look beyond[/]")
+            table.add_row("", f"[yellow]{key} is best at the edge of its values: try values beyond[/]")
         table.add_row("train and test it", f"fedbraid run {folder}/best.toml")
     table.add_row("picture", f"{folder}/sweep.png")
     table.add_row("all trials", f"{folder}/trials.parquet")

@@ -9,6 +9,7 @@ import numpy as np
 from fedbraid.data.description import Preprocess
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.data.preprocess import Pipeline
+from fedbraid.drawing import BLUE, ORANGE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -122,8 +123,8 @@ def plot_data(data: FederatedData, *, max_clients: int = 400, title: str | None 
             left.set_yticks(range(counts.shape[1]))
         figure.colorbar(image, ax=left, label="share of the client's examples")
     ranked = np.sort(sizes)[::-1]
-    axes.plot(np.arange(1, len(ranked) + 1), ranked, color="#0072B2", drawstyle="steps-mid", linewidth=1.6)
-    axes.axhline(float(np.median(sizes)), color="#D55E00", linestyle="--", linewidth=1)
+    axes.plot(np.arange(1, len(ranked) + 1), ranked, color=BLUE, drawstyle="steps-mid", linewidth=1.6)
+    axes.axhline(float(np.median(sizes)), color=ORANGE, linestyle="--", linewidth=1)
     axes.annotate(
         f"median {np.median(sizes):,.0f}",
         (0.98, float(np.median(sizes))),

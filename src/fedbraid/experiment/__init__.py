@@ -3,5 +3,6 @@
 from fedbraid.experiment.assembly import Experiment, assemble, build
 from fedbraid.experiment.config import Config, ConfigError, load_config
 from fedbraid.experiment.run import run_config
+from fedbraid.experiment.summary import RunSummary
 
-__all__ = ["Config", "ConfigError", "Experiment", "assemble", "build", "load_config", "run_config"]
+__all__ = ["Config", "ConfigError", "Experiment", "RunSummary", "assemble", "build", "load_config", "run_config"]

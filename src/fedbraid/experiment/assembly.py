@@ -27,6 +27,7 @@ from fedbraid.data.federated import FederatedData
 from fedbraid.data.preprocess import Pipeline, unscaled_bytes
 from fedbraid.data.store import is_store
 from fedbraid.experiment.config import Config, ConfigError, Named, options_of, unknown
+from fedbraid.metric import Metrics, as_metrics
 from fedbraid.models import MODELS, Model
 from fedbraid.models import build as build_model
 from fedbraid.notices import notice
@@ -64,9 +65,9 @@ class Experiment:
         return self.model.loss
 
     @property
-    def metrics(self) -> Callable:
-        """The model's ``(params, batch) -> {name: (sums, weights)}``, on preprocessed batches."""
-        return self.model.metrics
+    def metrics(self) -> Metrics:
+        """The model's ``(params, batch) -> {name: (sums, weights)}``, on preprocessed batches, as declared."""
+        return as_metrics(self.model.metrics)
 
     @functools.cached_property
     def params(self) -> PyTree:

@@ -1,15 +1,15 @@
-"""Sweeps over the machines of a cluster: bundles of points, one a worker, through submitit.
+"""Sweeps on the machines of a cluster: every worker runs one bundle of points, through submitit.
 
-The points of a grid or a random search are known before anything runs, so they are dealt out: points that are one
-program stay together as far as the number of workers allows. A worker is the command ``fedbraid sweep --resume FOLDER
---bundle I``, which needs the folder and nothing else; submitit queues it (SLURM) or runs it here (local).
+The points of a grid or a random search are known before anything runs, so they can be divided among workers. Points of
+one program stay together as far as the number of workers allows. A worker is the command ``fedbraid sweep --resume
+FOLDER --bundle I``, which needs only the folder; submitit queues it (SLURM) or runs it on this machine (local).
 
     bundles.json        which points are in which bundle
-    bundles/I.parquet   the trials of a bundle, replaced after every program: a bundle that was stopped goes on
+    bundles/I.parquet   the trials of a bundle, replaced after every program: a bundle that was stopped continues
     bundles/I.json      written when a bundle is done: it is not run again
     jobs/               what submitit writes: the scripts and the output of the workers
 
-When all are done, their trials become the sweep's ``trials.parquet``, and it ends as it would have on one machine.
+When all bundles are done, their trials become the sweep's ``trials.parquet``, as on one machine.
 """
 
 from __future__ import annotations
@@ -25,31 +25,28 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from fedbraid.experiment.config import Config, ConfigError
+from fedbraid.experiment.lab import Lab, SweepSettings
 from fedbraid.experiment.sweep import (
     SUMMARY,
     SWEEP,
     TRIALS,
-    Lab,
-    News,
-    Tuning,
     about,
-    all_points,
     check_folder,
     reopen_sweep,
     run_sweep,
-    tune,
     write_sweep,
 )
 from fedbraid.experiment.trials import Trials, read_trials
+from fedbraid.experiment.tuning import News, all_points, tune
 
 __all__ = ["Cluster", "bundles", "collect", "run_bundle", "sweep_on"]
 
 BUNDLES, FOLDER, JOBS = "bundles.json", "bundles", "jobs"
-LOOK = 0.5  # seconds between two looks at the workers
+POLL = 0.5  # seconds between two checks of the workers
 
 
 class Cluster(NamedTuple):
-    """Where workers run and what they may take: ``options`` are submitit's, such as timeout_min, slurm_partition."""
+    """Where workers run, and how many; ``options`` are submitit's, such as timeout_min, slurm_partition."""
 
     name: Literal["slurm", "local"]
     workers: int
@@ -57,7 +54,7 @@ class Cluster(NamedTuple):
 
 
 def bundles(groups: Sequence[Sequence[int]], workers: int) -> list[list[int]]:
-    """Points dealt out to at most ``workers``, about as many to each, groups cut as seldom as can be.
+    """Points divided among at most ``workers``, about equally many each, with as few groups cut as possible.
 
     >>> bundles([[0, 2, 4, 6], [1, 3, 5]], 3)
     [[0, 2, 4], [6, 1], [3, 5]]
@@ -70,7 +67,7 @@ def bundles(groups: Sequence[Sequence[int]], workers: int) -> list[list[int]]:
 def sweep_on(
     cluster: Cluster,
     config: Config,
-    tuning: Tuning,
+    settings: SweepSettings,
     out: Path,
     *,
     resume: bool = False,
@@ -83,16 +80,16 @@ def sweep_on(
     began = time.perf_counter()
     if cluster.workers < 1:
         raise ConfigError(f"workers must be at least 1, got {cluster.workers}")
-    executor = _executor(cluster, out)  # says what is missing before anything is made
+    executor = _executor(cluster, out)  # finds what is missing before a folder is made
     if not resume:
         check_folder(out)
-        lab = _lab(config, tuning)
+        lab = _lab(config, settings)
         parts = bundles(lab.groups(all_points(lab)), cluster.workers)
         out.mkdir(parents=True, exist_ok=True)
-        write_sweep(out / SWEEP, config, tuning)
+        write_sweep(out / SWEEP, config, settings)
         _write(out / BUNDLES, {"bundles": parts})
     elif not (out / BUNDLES).is_file():
-        raise ConfigError(f"the sweep in {out} was not dealt out to workers: go on with --resume {out} alone")
+        raise ConfigError(f"the sweep in {out} was not divided among workers: continue it with --resume {out} alone")
     todo = [i for i in range(len(_dealt(out))) if not _done(out, i).is_file()]
     command = [sys.executable, "-m", "fedbraid", "sweep", "--resume", str(out.absolute()), "--quiet", "--bundle"]
     if todo:
@@ -101,25 +98,25 @@ def sweep_on(
     if left:
         raise ConfigError(
             f"{len(left)} of {len(_dealt(out))} bundles did not finish ({', '.join(map(str, left))}): their output is "
-            f"in {out / JOBS}. The finished trials are kept; go on with --resume {out} --cluster {cluster.name}"
+            f"in {out / JOBS}. The finished trials are kept; continue with --resume {out} --cluster {cluster.name}"
         )
     programs = collect(out)
-    summary = run_sweep(config, tuning, out, resume=True)
+    summary = run_sweep(config, settings, out, resume=True)
     summary |= {"programs": programs, "seconds": time.perf_counter() - began, "bundles": len(_dealt(out))}
     _write(out / SUMMARY, summary)
     return summary
 
 
 def run_bundle(out: Path, index: int, *, on_news: Callable[[News], Any] | None = None) -> None:
-    """Try the points of one bundle of a sweep that was dealt out; what is in its file already is not run again."""
+    """Try the points of one bundle of a sweep; trials that are in its file already are not run again."""
     parts = _dealt(out)
     if not 0 <= index < len(parts):
         raise ConfigError(f"--bundle must be from 0 to {len(parts) - 1}, the bundles of {out}; got {index}")
-    config, tuning = reopen_sweep(out)
+    config, settings = reopen_sweep(out)
     (out / FOLDER).mkdir(exist_ok=True)
     found = tune(
-        _lab(config, tuning),
-        Trials(out / FOLDER / f"{index}.parquet", about(tuning)),
+        _lab(config, settings),
+        Trials(out / FOLDER / f"{index}.parquet", about(settings)),
         only=parts[index],
         on_news=on_news,
     )
@@ -127,25 +124,25 @@ def run_bundle(out: Path, index: int, *, on_news: Callable[[News], Any] | None =
 
 
 def collect(out: Path) -> int:
-    """All trials of the bundles so far into the sweep's own file; returns how many programs they took."""
+    """Copy the trials of all bundles so far into the sweep's own file; returns how many programs they took."""
     files = [out / FOLDER / f"{i}.parquet" for i in range(len(_dealt(out)))]
     rows = {(row["point"], row["seed"]): row for file in files if file.is_file() for row in read_trials(file)}
-    _, tuning = reopen_sweep(out)
-    trials = Trials(out / TRIALS, about(tuning))
+    _, settings = reopen_sweep(out)
+    trials = Trials(out / TRIALS, about(settings))
     known = {(row["point"], row["seed"]) for row in trials.rows}
     trials.add([rows[key] for key in sorted(rows) if key not in known])
     said = [json.loads(_done(out, i).read_text()) for i in range(len(files)) if _done(out, i).is_file()]
     return sum(one["programs"] for one in said)
 
 
-def _lab(config: Config, tuning: Tuning) -> Lab:
+def _lab(config: Config, settings: SweepSettings) -> Lab:
     why = {
-        tuning.search == "adaptive": "search = adaptive asks for points by the scores of those before",
-        tuning.halving is not None: "halving drops points by their rank among all",
+        settings.search == "adaptive": "search = adaptive asks for points by the scores of those before",
+        settings.halving is not None: "halving drops points by their rank among all",
     }
     if True in why:
-        raise ConfigError(f"{why[True]}: its points cannot be dealt out to workers; take a grid or a random search")
-    return Lab(config, tuning)
+        raise ConfigError(f"{why[True]}: its points cannot be divided among workers; take a grid or a random search")
+    return Lab(config, settings)
 
 
 def _executor(cluster: Cluster, out: Path) -> Any:
@@ -164,14 +161,14 @@ def _executor(cluster: Cluster, out: Path) -> Any:
 
 
 def _drop_empty(out: Path) -> None:
-    """submitit makes its folder at once; a sweep that is refused leaves none."""
+    """Remove empty folders: submitit makes its folder at once, and a sweep that is refused shall leave none."""
     for folder in (out / JOBS, out):
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
 
 
 def _work(executor: Any, commands: Sequence[list[str]], out: Path, on_news: Callable | None) -> None:
-    """Submit and wait. Ended by Ctrl-C, the workers end too; what they finished stays."""
+    """Submit and wait. Ctrl-C cancels the workers too; their finished trials stay."""
     from submitit.helpers import CommandFunction
 
     (out / JOBS).mkdir(parents=True, exist_ok=True)
@@ -180,7 +177,7 @@ def _work(executor: Any, commands: Sequence[list[str]], out: Path, on_news: Call
     try:
         while not all(job.done() for job in jobs):
             _tell(out, jobs, on_news)
-            time.sleep(LOOK)
+            time.sleep(POLL)
     except BaseException:
         for job in jobs:
             job.cancel()
@@ -199,7 +196,7 @@ def _tell(out: Path, jobs: Sequence[Any], on_news: Callable | None) -> None:
 
 def _dealt(out: Path) -> list[list[int]]:
     if not (out / BUNDLES).is_file():
-        raise ConfigError(f"{out} has no {BUNDLES}: it is not a sweep that was dealt out to workers")
+        raise ConfigError(f"{out} has no {BUNDLES}: it is not a sweep that was divided among workers")
     return json.loads((out / BUNDLES).read_text())["bundles"]
 
 

@@ -1,4 +1,4 @@
-"""How a run would be computed, before it is."""
+"""How a run would be computed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["explain_config"]
 
 PLANS = {
     "sequential": "every device takes one client after the other",
-    "chunks": "every device takes {chunk} clients at a time, all as long as the longest of them",
-    "lanes": "every device has {chunk} lanes, and a lane takes the next client when it is done with one",
+    "chunks": "every device takes {chunk} clients at a time, padded to the longest of them",
+    "lanes": "every device has {chunk} lanes, and a lane starts the next client when it is done with one",
 }
 
 
 def explain_config(config: Config) -> dict[str, Any]:
-    """The plan, where the data lie, what a client sends, and how every convolution runs; nothing is trained."""
+    """The plan, where the data is kept, the bytes of a client, and how every convolution runs; nothing is trained."""
     experiment = build(config)
     alg, params, data, engine = experiment.algorithm, experiment.params, experiment.data, config.engine
     cohort = data.train.num_clients if config.cohort == "all" else config.cohort

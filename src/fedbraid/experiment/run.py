@@ -13,8 +13,9 @@ import numpy as np
 from fedbraid.experiment import runfolder
 from fedbraid.experiment.assembly import Experiment, build
 from fedbraid.experiment.config import Config, dump
-from fedbraid.experiment.plots import curves
-from fedbraid.simulation import Checkpoints, Progress, hosts, simulate
+from fedbraid.experiment.figures import draw_run, save
+from fedbraid.experiment.summary import RunSummary, has_diverged, summarize_run
+from fedbraid.simulation import Checkpoints, Progress, Result, hosts, simulate
 from fedbraid.simulation.evaluate import client_values, evaluator
 from fedbraid.transforms.privacy import epsilon_by_round, is_private
 
@@ -28,20 +29,19 @@ def run_config(
     resume: bool = False,
     on_built: Callable[[Experiment], None] | None = None,
     on_progress: Callable[[Progress], bool | None] | None = None,
-) -> dict[str, Any]:
+) -> RunSummary:
     """Train what ``config`` says, write the run folder, and return its summary.
 
     The folder must be new, or with ``resume`` one whose run was stopped. ``on_progress`` may return True to stop; the
-    summary's ``finished`` is then false and the run can be resumed. On several hosts all call it alike; the first one
-    writes, and the summary of the others is short.
+    summary's ``finished`` is then false and the run can be resumed. On several hosts every host calls this function
+    with the same arguments, and the first one writes.
     """
-    experiment = build(config)  # whatever is wrong with the configuration is said before a folder is made
+    experiment = build(config)  # errors in the configuration are found before a folder is made
     hosts.same(f"{dump(config)} {experiment.data.train.num_examples}", "configurations or data")
     if not resume:
         hosts.first_alone(lambda: runfolder.create(out, config))
     if on_built is not None:
         on_built(experiment)
-    saved = out / runfolder.CHECKPOINTS
     stamps: list[tuple[int, float]] = []
 
     def watched(now: Progress) -> bool | None:
@@ -49,6 +49,28 @@ def run_config(
         return None if on_progress is None else on_progress(now)
 
     began = time.perf_counter()
+    result = _simulate(experiment, out / runfolder.CHECKPOINTS, resume, watched)
+    seconds = time.perf_counter() - began
+    table = _table(experiment, result, stamps)
+    summary = summarize_run(
+        config,
+        table,
+        result.evaluations,
+        seconds=seconds,
+        declared=experiment.metrics.declared,
+        finished=result.info.stopped_at == config.rounds,
+        diverged=has_diverged(result.history, result.evaluations, result.params),
+        engine=_engine(result),
+        params_sha256=runfolder.params_sha256(result.params),
+        out=str(out),
+    )
+    if hosts.is_first():
+        _write(out, experiment, result, table, summary)
+    return summary
+
+
+def _simulate(experiment: Experiment, saved: Path, resume: bool, on_progress: Callable) -> Result:
+    config = experiment.config
     result = simulate(
         experiment.algorithm,
         experiment.params,
@@ -61,56 +83,25 @@ def run_config(
         arrival=experiment.arrival,
         engine=config.engine,
         checkpoints=Checkpoints(saved, config.checkpoint.every, resume and saved.is_dir() and any(saved.iterdir())),
-        on_progress=watched,
+        on_progress=on_progress,
     )
     jax.block_until_ready(result.params)
-    seconds = time.perf_counter() - began
-    if not hosts.is_first():  # of several hosts one writes
-        return {"finished": result.info.stopped_at == config.rounds, "rounds": result.info.stopped_at}
-    table = runfolder.columns(result.history, result.evaluations, result.info.stopped_at)
+    return result
+
+
+def _table(experiment: Experiment, result: Result, stamps: list[tuple[int, float]]) -> dict[str, np.ndarray]:
+    """The columns of ``metrics.parquet``."""
+    rounds = result.info.stopped_at
+    table = runfolder.columns(result.history, result.evaluations, rounds)
     table["seconds"] = _clock(table["round"], stamps)
     if is_private(experiment.algorithm):
-        sampling = result.info.plan.cohort / experiment.data.train.num_clients
-        rounds = result.info.stopped_at
         table["epsilon"] = epsilon_by_round(
-            experiment.algorithm, sampling=sampling, rounds=rounds, history=result.history
+            experiment.algorithm,
+            sampling=result.info.plan.cohort / experiment.data.train.num_clients,
+            rounds=rounds,
+            history=result.history,
         )
-    runfolder.write_metrics(out, table)
-    if experiment.data.test is not None:
-        scores = evaluator(experiment.metrics, experiment.data.test)(result.params)
-        runfolder.write_clients(out, {f"test_{name}": client_values(sums) for name, sums in scores.items()})
-    what = f"{config.algorithm.name} on {config.data.name}"
-    title = f"{what}: {config.model.name}, cohort {config.cohort}, seed {config.seed}"
-    curves(table, title, out / runfolder.CURVES)
-    final = {name: float(np.asarray(column)[-1]) for name, column in result.evaluations.items() if name != "round"}
-    if "epsilon" in table:
-        final["epsilon"] = float(table["epsilon"][-1])
-    info = result.info
-    summary = {
-        "algorithm": config.algorithm.name,
-        "data": config.data.name,
-        "model": config.model.name,
-        "finished": info.stopped_at == config.rounds,
-        "rounds": info.stopped_at,
-        "seconds": seconds,
-        "rounds_per_second": info.stopped_at / seconds,
-        "final": final,
-        "bytes": {way: int(table[f"bytes_{way}"][-1]) for way in ("down", "up")},
-        "engine": {
-            "plan": info.plan.kind,
-            "devices": info.plan.devices,
-            "hosts": jax.process_count(),
-            "chunk": info.plan.chunk,
-            "streamed": info.streamed,
-            "local_steps": info.steps,
-            "masked_share": info.masked_share,
-            "imbalance": info.imbalance,
-        },
-        "params_sha256": runfolder.params_sha256(result.params),
-        "out": str(out),
-    }
-    runfolder.write_summary(out, summary)
-    return summary
+    return table
 
 
 def _clock(rounds: np.ndarray, stamps: list[tuple[int, float]]) -> np.ndarray:
@@ -119,3 +110,33 @@ def _clock(rounds: np.ndarray, stamps: list[tuple[int, float]]) -> np.ndarray:
         return np.full(len(rounds), np.nan)
     at, seconds = np.array(stamps).T
     return np.interp(rounds, at, seconds, left=np.nan)
+
+
+def _engine(result: Result) -> dict[str, Any]:
+    """How the run was computed, for its summary."""
+    info = result.info
+    return {
+        "plan": info.plan.kind,
+        "devices": info.plan.devices,
+        "hosts": jax.process_count(),
+        "chunk": info.plan.chunk,
+        "streamed": info.streamed,
+        "local_steps": info.steps,
+        "masked_share": info.masked_share,
+        "imbalance": info.imbalance,
+    }
+
+
+def _write(
+    out: Path, experiment: Experiment, result: Result, table: dict[str, np.ndarray], summary: RunSummary
+) -> None:
+    """Write the files of a run folder that come after the run."""
+    config, data = experiment.config, experiment.data
+    runfolder.write_metrics(out, table)
+    if data.test is not None:
+        scores = evaluator(experiment.metrics, data.test)(result.params)
+        runfolder.write_clients(out, {f"test_{name}": client_values(sums) for name, sums in scores.items()})
+    what = f"{config.algorithm.name} on {config.data.name}"
+    title = f"{what}: {config.model.name}, cohort {config.cohort}, seed {config.seed}"
+    save(draw_run(table, title), out / runfolder.CURVES)
+    runfolder.write_summary(out, summary)

@@ -1,11 +1,11 @@
 """A run folder: the resolved configuration, the metrics, the checkpoints, a picture and a summary.
 
 config.toml       every key; `fedbraid run config.toml` repeats the run
-metrics.parquet   one row per round; evaluation columns are empty in rounds without one
+metrics.parquet   one row per round; evaluated columns are empty in rounds that were not evaluated
 clients.parquet   one row per client of the test split: its own metrics under the last model
 checkpoints/      see fedbraid.simulation.checkpoint
 curves.png        loss and accuracy
-summary.json      what `fedbraid run --json` prints
+summary.json      a `RunSummary`, as `fedbraid run --json` prints it
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 import jax
 import numpy as np
 
-import fedbraid
 from fedbraid.experiment.config import Config, ConfigError, dump, load_config
+from fedbraid.experiment.summary import RunSummary, current_name
 
 __all__ = [
     "columns",
@@ -43,11 +43,10 @@ CONFIG, METRICS, CLIENTS, CHECKPOINTS, CURVES, SUMMARY = (
     "curves.png",
     "summary.json",
 )
-FORMAT = 1  # of the folder as a whole; readers refuse another
 
 
 def create(folder: Path, config: Config) -> None:
-    """A new run folder. One that holds anything is never overwritten."""
+    """Make a new run folder. A folder that is not empty is refused: nothing is overwritten."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(
             f"{folder} exists and is not empty: choose another --out, or continue that run with --resume {folder}"
@@ -66,7 +65,7 @@ def reopen(folder: Path) -> Config:
 
 
 def columns(history: Mapping[str, Any], evaluations: Mapping[str, Any], rounds: int) -> dict[str, np.ndarray]:
-    """A run's history as columns of one row per round, evaluations merged in."""
+    """One row per round: the history, bytes summed since the start, and the evaluations (nan in other rounds)."""
     table: dict[str, np.ndarray] = {"round": np.arange(1, rounds + 1)}
     table |= {name: np.asarray(column) for name, column in history.items()}
     for way in ("down", "up"):
@@ -104,7 +103,7 @@ def read_metrics(folder: Path) -> dict[str, np.ndarray]:
     """The columns of a run's metrics, nan where a round was not evaluated."""
     if not (folder / METRICS).is_file():
         raise ConfigError(f"{folder} has no {METRICS}: the run is incomplete; resume it with --resume {folder}")
-    return _read_table(folder / METRICS)
+    return {current_name(name): column for name, column in _read_table(folder / METRICS).items()}
 
 
 def read_clients(folder: Path) -> dict[str, np.ndarray]:
@@ -123,31 +122,24 @@ def _read_table(path: Path) -> dict[str, np.ndarray]:
     return {name: table[name].to_numpy() for name in table.column_names}
 
 
-def read_summary(folder: Path) -> dict[str, Any]:
-    """The summary of a finished run of this format."""
+def read_summary(folder: Path) -> RunSummary:
+    """The summary of a run; a folder of another format is refused."""
     if not (folder / SUMMARY).is_file():
         raise ConfigError(f"{folder} has no {SUMMARY}: the run is incomplete; resume it with --resume {folder}")
     try:
-        summary = json.loads((folder / SUMMARY).read_text())
+        tree = json.loads((folder / SUMMARY).read_text())
     except json.JSONDecodeError as error:
         raise ConfigError(f"{folder / SUMMARY} is not valid JSON: {error}; run it again") from None
-    if summary.get("format") != FORMAT:
-        raise ConfigError(
-            f"{folder} has format {summary.get('format')!r} (written by fedbraid {summary.get('version', 'unknown')}), "
-            f"this version reads {FORMAT}: use the version that wrote it, or run {folder / CONFIG} again"
-        )
-    return summary
+    return RunSummary.from_json(tree, str(folder))
+
+
+def write_summary(folder: Path, summary: RunSummary) -> None:
+    (folder / SUMMARY).write_text(json.dumps(summary.to_json(), indent=1))
 
 
 def params_sha256(params: Any) -> str:
-    """Over the bytes of the parameters in tree order: equal hashes, equal models."""
+    """A hash of the bytes of the parameters in tree order."""
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(params):
         digest.update(np.ascontiguousarray(np.asarray(leaf)).tobytes())
     return digest.hexdigest()
-
-
-def write_summary(folder: Path, summary: dict[str, Any]) -> None:
-    """The summary, with the version that wrote the folder."""
-    about = {"format": FORMAT, "version": fedbraid.__version__}
-    (folder / SUMMARY).write_text(json.dumps(about | summary, indent=1))

@@ -1,10 +1,10 @@
-"""Where to look: the values that keys may take, and which points to try.
+"""Search spaces: the values that keys may take, and which points to try.
 
 A space is a mapping from keys of a configuration to a `Choice` (finitely many values) or a `Range` (an interval). Grids
-take choices alone; random and adaptive search take both. Adaptive search is optuna's tree-structured Parzen estimator
+take choices only; random and adaptive search take both. Adaptive search is optuna's tree-structured Parzen estimator
 (J. Bergstra et al., Algorithms for Hyper-Parameter Optimization, NIPS 2011), asked for a batch of points at a time
 because a batch is one program. Successive halving (K. Jamieson, A. Talwalkar, Non-stochastic Best Arm Identification
-and Hyperparameter Optimization, AISTATS 2016) goes on top of each of them: its rungs are here.
+and Hyperparameter Optimization, AISTATS 2016) can be added to each of them; `rungs` computes its schedule.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Space = Mapping[str, Choice | Range]
 def _spaced(make: Callable, low: float, high: float, count: float) -> Choice:
     if count != int(count) or count < 1:
         raise ValueError(f"the number of points must be a whole number of at least 1, got {count:g}")
-    # twelve digits: the rates people write, without the noise of 10 ** x
+    # rounded to twelve digits: 10 ** x has rounding errors
     return Choice(tuple(float(f"{value:.12g}") for value in make(low, high, int(count))))
 
 
@@ -71,7 +71,7 @@ _HELP = (
 
 
 def over(key: str, given: Any) -> Choice | Range:
-    """What a key may be, from what a user wrote: ``logspace(-4,0,9)``, ``0.1,0.3,1``, a list, a single value.
+    """The values of a key, from what a user wrote: ``logspace(-4,0,9)``, ``0.1,0.3,1``, a list, a single value.
 
     >>> over("algorithm.client_lr", "logspace(-2,0,3)")
     Choice(values=(0.01, 0.1, 1.0))
@@ -127,7 +127,7 @@ def _listed(text: str) -> tuple[Any, ...]:
 
 
 def values_of(space: Choice | Range) -> tuple[Any, ...]:
-    """The values of a choice; the ends of a range stand for all between them."""
+    """The values of a choice; for a range, its two ends."""
     if isinstance(space, Choice):
         return space.values
     ends = (space.low, space.high)
@@ -150,7 +150,7 @@ def grid(space: Space) -> list[dict[str, Any]]:
 
 
 def sample(space: Space, count: int, seed: int) -> list[dict[str, Any]]:
-    """``count`` points at random; the first of them do not depend on how many there are.
+    """``count`` points at random; the first points do not depend on ``count``.
 
     >>> sample({"a": Range(0, 1, "uniform")}, 2, seed=0) == sample({"a": Range(0, 1, "uniform")}, 9, seed=0)[:2]
     True
@@ -174,7 +174,7 @@ def adapt(
 ) -> list[dict[str, Any]]:
     """The next ``count`` points to try, having ``seen`` points with their losses (inf: diverged), by optuna.
 
-    It is a function of its arguments, so that a search that was stopped goes on as if it had not been.
+    It depends only on its arguments, so a search that was stopped continues with the same points.
     """
     try:
         import optuna
@@ -184,7 +184,7 @@ def adapt(
     spaces = {key: _distribution(optuna, one) for key, one in space.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        # the liar makes the points of one batch differ: each is asked as if the others had already come out badly
+        # constant_liar makes the points of one batch differ: each is chosen as if the others had scored badly
         sampler = optuna.samplers.TPESampler(seed=seed + len(seen), constant_liar=True)
     study = optuna.create_study(sampler=sampler, direction="minimize")
     for point, loss in seen:
@@ -200,7 +200,7 @@ def _ordered(one: Choice) -> bool:
 
 def _distribution(optuna: Any, one: Choice | Range) -> Any:
     made = optuna.distributions
-    if isinstance(one, Choice):  # numbers keep their order as places in the sorted list; names have none
+    if isinstance(one, Choice):  # numbers keep their order: each is encoded by its place in the sorted list
         places = len(one.values)
         return made.IntDistribution(0, places - 1) if _ordered(one) else made.CategoricalDistribution(range(places))
     if one.kind == "integers":
@@ -221,7 +221,7 @@ def _decode(one: Choice | Range, value: Any) -> Any:
 
 
 def rungs(rounds: int, points: int, eta: int) -> list[tuple[int, int]]:
-    """Successive halving: (rounds, how many points go on from there), the last rung being all the rounds.
+    """Successive halving: for each rung its rounds and how many points continue; the last rung has all rounds.
 
     A rung keeps the best 1/eta of its points and gives them eta times the rounds, until one is left.
 
@@ -236,7 +236,7 @@ def rungs(rounds: int, points: int, eta: int) -> list[tuple[int, int]]:
         kept.append(left)
     marks = [max(1, rounds // eta ** (len(kept) - i)) for i in range(len(kept))]
     ladder: dict[int, int] = {}
-    for mark, go_on in zip(marks, kept, strict=True):  # few rounds and many points: rungs at the same round are one
+    for mark, go_on in zip(marks, kept, strict=True):  # rungs at the same round are merged
         if mark < rounds:
             ladder[mark] = go_on
     return [*ladder.items(), (rounds, 0)]

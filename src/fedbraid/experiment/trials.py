@@ -1,7 +1,6 @@
-"""Trials: points at a seed, judged by one criterion, in one file.
+"""Trials in one file, judged by one criterion. A trial is a point at a seed.
 
-A trial that diverged is a row like any other, with the status "diverged" and no score: it is never dropped, and never
-the best.
+A trial that diverged is a row like the others, with the status "diverged" and no score. It is kept, and never the best.
 """
 
 from __future__ import annotations
@@ -16,84 +15,118 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedbraid.experiment.config import ConfigError
+from fedbraid.metric import Better, Metric, metric_of_column
 from fedbraid.simulation.points import PointsResult
 
-__all__ = ["Criterion", "Row", "Trials", "best_point", "pick_metric", "read_trials", "write_trials"]
+__all__ = ["Criterion", "Row", "Trials", "best_point", "judged_by", "pick_metric", "read_trials", "write_trials"]
 
 FORMAT = 1
 Row = dict[str, Any]
 
 
 class Criterion(NamedTuple):
-    """What the best point is best at.
+    """What the best point is best at: a metric averaged over the last rounds, or the rounds to a target.
 
-    >>> str(Criterion("validation_accuracy", 100, None))
+    >>> str(Criterion(Metric("validation_accuracy", "higher"), 100, None))
     'highest validation_accuracy, averaged over the last 100 rounds'
-    >>> str(Criterion("train/loss", 100, 0.5))
+    >>> str(Criterion(Metric("train/loss", "lower"), 100, 0.5))
     'fewest rounds to train/loss <= 0.5'
     """
 
-    metric: str
+    metric: Metric
     last: int = 100
     target: float | None = None
 
-    @property
-    def lower_is_better(self) -> bool:
-        return "loss" in self.metric or "error" in self.metric
-
     def __str__(self) -> str:
+        lower = self.metric.lower_is_better
         if self.target is not None:
-            return f"fewest rounds to {self.metric} {'<=' if self.lower_is_better else '>='} {self.target:g}"
-        which = "lowest" if self.lower_is_better else "highest"
-        return f"{which} {self.metric}, averaged over the last {self.last} rounds"
+            return f"fewest rounds to {self.metric.name} {'<=' if lower else '>='} {self.target:g}"
+        return f"{'lowest' if lower else 'highest'} {self.metric.name}, averaged over the last {self.last} rounds"
+
+    def score_of(self, rounds: np.ndarray, values: np.ndarray, done: int) -> float:
+        """The average of the values at those ``rounds`` that are among the last of ``done``; nan if there are none."""
+        late = values[rounds > done - self.last]
+        return float(np.mean(late)) if len(late) else math.nan
+
+    def first_round(self, rounds: np.ndarray, values: np.ndarray) -> int | None:
+        """The first of ``rounds`` whose value is at the target or better; None if there is none."""
+        if self.target is None:
+            return None
+        reached = self.metric.reached(values, self.target)
+        return int(rounds[np.argmax(reached)]) if reached.any() else None
 
     def score(self, outcome: PointsResult, j: int) -> float:
-        """The metric of point ``j``, averaged over the (evaluated) rounds among the last."""
-        rounds, values = self._curve(outcome, j)
-        return float(np.mean(values[rounds > outcome.rounds - self.last]))
+        """The score of point ``j``."""
+        return self.score_of(*self._curve(outcome, j), outcome.rounds)
 
     def rounds_to_target(self, outcome: PointsResult, j: int) -> int | None:
         """The first (evaluated) round at which point ``j`` is at the target; None if it never was."""
-        if self.target is None:
-            return None
-        rounds, values = self._curve(outcome, j)
-        reached = values <= self.target if self.lower_is_better else values >= self.target
-        return int(rounds[np.argmax(reached)]) if reached.any() else None
+        return self.first_round(*self._curve(outcome, j))
 
     def _curve(self, outcome: PointsResult, j: int) -> tuple[np.ndarray, np.ndarray]:
-        if self.metric in outcome.history:
-            return np.arange(1, outcome.rounds + 1), outcome.history[self.metric][j]
-        return outcome.evaluations["round"], outcome.evaluations[self.metric][j]
+        name = self.metric.name
+        if name in outcome.history:
+            return np.arange(1, outcome.rounds + 1), outcome.history[name][j]
+        return outcome.evaluations["round"], outcome.evaluations[name][j]
 
     def loss(self, rows: Sequence[Mapping[str, Any]], rounds: int) -> float:
-        """One number to make small, from the trials of a point; inf if one of them diverged."""
+        """One number from the trials of a point, to be minimised; inf if one of them diverged."""
         if not rows or any(row["score"] is None for row in rows):
             return math.inf
         mean = float(np.mean([row["score"] for row in rows]))
         if self.target is None:
-            return mean if self.lower_is_better else -mean
-        # a seed that never gets there counts for all rounds and up to as many again, by how far it stayed away
+            return -self.metric.sign * mean
+        # a seed that misses the target counts between all rounds and twice all rounds, by its distance to the target
         missing = min(1.0, abs(mean - self.target))
         reached = [row["rounds_to_target"] for row in rows]
         return float(np.mean([rounds * (1 + missing) if r is None else r for r in reached]))
 
 
-def pick_metric(wanted: str | None, evaluated: Sequence[str], logged: Sequence[str], prefix: str) -> str:
-    """The full name of the metric to judge by, or what there is instead."""
+def judged_by(row: Mapping[str, Any]) -> Metric:
+    """The metric that a trial was scored by. Files of older versions do not say its direction: then by its name."""
+    better = row.get("better")
+    return metric_of_column(row["metric"]) if better is None else Metric(row["metric"], better)
+
+
+def pick_metric(
+    wanted: str | None,
+    evaluated: Sequence[str],
+    logged: Sequence[str],
+    *,
+    prefix: str,
+    declared: Sequence[Metric] = (),
+    better: Better | None = None,
+) -> Metric:
+    """The metric to judge by, under the full name of its column.
+
+    evaluated, logged: the columns that there are; ``prefix``: of the evaluated ones, which ``wanted`` may leave out.
+    declared: metrics whose names are not well known; ``better`` overrides the direction of the one that is picked.
+
+    >>> pick_metric("loss", ["test_loss", "test_accuracy"], ["train/loss"], prefix="test_")
+    Metric(name='test_loss', better='lower')
+    """
     pooled = [name for name in evaluated if name != "round"]
+    for name in pooled:
+        metric_of_column(name, declared)  # refuses one without a direction: the worst clients could not be found
     if wanted is None:
         choices = [prefix + name for name in ("accuracy", "loss") if prefix + name in pooled] or pooled
         if not choices:
             raise ConfigError("nothing is evaluated here: name a column of the training history as metric")
-        return choices[0]
-    for name in (wanted, prefix + wanted):
-        if name in pooled or name in logged:
-            return name
-    raise ConfigError(f"metric {wanted!r} is not measured; there are: {', '.join(sorted([*pooled, *logged]))}")
+        found = choices[0]
+    else:
+        found = next((name for name in (wanted, prefix + wanted) if name in pooled or name in logged), None)
+    if found is None:
+        raise ConfigError(f"metric {wanted!r} is not measured; there are: {', '.join(sorted([*pooled, *logged]))}")
+    if better is not None:
+        return Metric(found, better)
+    try:
+        return metric_of_column(found, declared)
+    except ValueError as error:
+        raise ConfigError(f'{error}; or set better = "higher" or "lower" beside metric = {wanted!r}') from None
 
 
 class Trials:
-    """The rows so far, in a Parquet file that is replaced as a whole whenever rows are added."""
+    """The rows so far. The Parquet file, if there is one, is replaced as a whole whenever rows are added."""
 
     def __init__(self, path: Path | None, about: Mapping[str, Any] | None = None) -> None:
         self.path, self.about = path, dict(about or {})
@@ -117,13 +150,13 @@ def write_trials(path: Path, rows: Sequence[Row], about: Mapping[str, Any]) -> N
     for name in columns:
         values = [row.get(name) for row in rows]
         kinds = {type(v) for v in values if v is not None}
-        if len(kinds) > 1 and not kinds <= {int, float}:  # values of different kinds: as they would be written
+        if len(kinds) > 1 and not kinds <= {int, float}:  # a column has one type: mixed values are kept as JSON
             values = [None if v is None else json.dumps(v) for v in values]
         arrays[name] = pa.array(values)
     table = pa.table(arrays).replace_schema_metadata({"fedbraid": json.dumps({**about, "format": FORMAT})})
     partial = path.with_suffix(".partial")
     pq.write_table(table, partial)
-    os.replace(partial, path)  # whoever reads sees the old file or the new one
+    os.replace(partial, path)  # atomic: a reader sees the old file or the new one
 
 
 def read_trials(path: Path) -> list[Row]:
@@ -155,7 +188,8 @@ def best_point(rows: Sequence[Row], keys: Sequence[str], criterion: Criterion, r
     whole = {i: own for i, own in by_id.items() if all(row["rounds"] >= max(1, rounds) for row in own)}
     losses = {i: criterion.loss(own, rounds) for i, own in whole.items()}
     alive = [i for i in losses if losses[i] < math.inf]
-    found: dict[str, Any] = {"criterion": str(criterion), "metric": criterion.metric, "best": None, "score": None}
+    found: dict[str, Any] = {"criterion": str(criterion), "metric": criterion.metric.name}
+    found |= {"better": criterion.metric.better, "best": None, "score": None}
     if not alive:
         return found
     best = by_id[min(alive, key=lambda i: (losses[i], i))]

@@ -6,7 +6,7 @@ deployed run therefore has the columns and the values of a simulated one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from fedbraid.data.federated import Split
 from fedbraid.flower.identity import Schema, check_data, shapes_of
 from fedbraid.flower.rows import padded
 from fedbraid.lowering import LoweringOptions, lower_metrics
+from fedbraid.metric import Metric
 from fedbraid.simulation.evaluate import client_values, in_batches, score, summarize
 
 __all__ = [
@@ -107,9 +108,10 @@ def _stacked(found: Mapping[int, Sums], population: int) -> dict[str, Any]:
     return out
 
 
-def summary(found: Mapping[int, Sums], population: int) -> dict[str, float]:
-    """The simulator's columns: every metric over all examples, and its mean, 10th percentile and worst client."""
-    return {name: float(value) for name, value in summarize(_stacked(found, population)).items()}
+def summary(found: Mapping[int, Sums], population: int, declared: Sequence[Metric] = ()) -> dict[str, float]:
+    """The simulator's columns: every metric over all examples, and its mean, worst tenth and worst client."""
+    row = summarize(_stacked(found, population), declared=declared)
+    return {name: float(value) for name, value in row.items()}
 
 
 def scores_by_client(found: Mapping[int, Sums], population: int) -> dict[str, np.ndarray]:

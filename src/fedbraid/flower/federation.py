@@ -8,7 +8,7 @@ algorithm are assembled from the two as for a simulated run.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -31,7 +31,8 @@ from fedbraid.flower.identity import Schema
 from fedbraid.flower.policy import Policy
 from fedbraid.flower.record import open_folder, write_run
 from fedbraid.flower.server import serve
-from fedbraid.simulation.evaluate import client_values, evaluator, summarize
+from fedbraid.metric import is_client_column
+from fedbraid.simulation.evaluate import Evaluator, client_values, evaluator
 
 __all__ = [
     "Federation",
@@ -230,8 +231,9 @@ def federation_server_app(federation: Federation) -> ServerApp:
         clients = served.clients
         if score and not federation.evaluate_clients:
             clients = {f"test_{name}": client_values(sums) for name, sums in score(served.params).items()}
-        summary = write_run(out, config, served, finished=served.rounds == rounds, clients=clients)
-        _say(f"done: {summary['rounds']} rounds in {summary['seconds']:.1f} s, written to {out}")
+        declared, finished = experiment.metrics.declared, served.rounds == rounds
+        summary = write_run(out, config, served, finished=finished, clients=clients, declared=declared)
+        _say(f"done: {summary.rounds} rounds in {summary.seconds:.1f} s, written to {out}")
 
     return app
 
@@ -241,8 +243,8 @@ def _say(text: str) -> None:
     print(*(TAG + line for line in text.splitlines()), sep="\n", flush=True)
 
 
-def _on_server(score: Callable[[PyTree], dict[str, Any]], params: PyTree, *, clients_too: bool) -> dict[str, Any]:
+def _on_server(score: Evaluator, params: PyTree, *, clients_too: bool) -> dict[str, Any]:
     """Scores on the server's own test split; where clients evaluate too, they are named ``server_...``."""
     if not clients_too:
-        return summarize(score(params))
-    return {name: value for name, value in summarize(score(params), "server_").items() if "_client_" not in name}
+        return score.summary(params)
+    return {name: value for name, value in score.summary(params, "server_").items() if not is_client_column(name)}

@@ -1,8 +1,8 @@
-"""The run folder of a deployed run: the same files as a simulated run's, so that reports compare them."""
+"""The run folder of a deployed run. It holds the same files as that of a simulated run, so reports compare them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +10,16 @@ import numpy as np
 
 from fedbraid.experiment import runfolder
 from fedbraid.experiment.config import Config
-from fedbraid.experiment.plots import curves
+from fedbraid.experiment.figures import draw_run, save
+from fedbraid.experiment.summary import RunSummary, has_diverged, summarize_run
 from fedbraid.flower.server import Served
+from fedbraid.metric import Metric
 
 __all__ = ["open_folder", "write_run"]
 
 
 def open_folder(out: Path, config: Config) -> Path:
-    """Make a run folder, or open one whose run stopped; returns the place of its checkpoints."""
+    """Make a run folder, or open that of a stopped run; returns the folder of its checkpoints."""
     if (out / runfolder.CONFIG).is_file():
         runfolder.reopen(out)
     else:
@@ -26,11 +28,18 @@ def open_folder(out: Path, config: Config) -> Path:
 
 
 def write_run(
-    out: Path, config: Config, served: Served, *, finished: bool, clients: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Metrics, picture and summary, as a simulated run has them; returns the summary.
+    out: Path,
+    config: Config,
+    served: Served,
+    *,
+    finished: bool,
+    clients: Mapping[str, Any] | None = None,
+    declared: Sequence[Metric] = (),
+) -> RunSummary:
+    """Write metrics, picture and summary as a simulated run does; returns the summary.
 
     clients: each test client's own metrics under the last model.
+    declared: the metrics that the evaluating function declares (see `fedbraid.metric`).
     """
     table = runfolder.columns(served.history, served.evaluations, served.rounds)
     table["seconds"] = np.cumsum(table["seconds"])  # since the start, at the end of every round
@@ -39,21 +48,18 @@ def write_run(
         runfolder.write_clients(out, clients)
     what = f"{config.algorithm.name} on {config.data.name}, deployed"
     title = f"{what}: {config.model.name}, cohort {config.cohort}, seed {config.seed}"
-    curves(table, title, out / runfolder.CURVES)
-    final = {name: float(column[-1]) for name, column in served.evaluations.items() if name != "round"}
-    summary = {
-        "algorithm": config.algorithm.name,
-        "data": config.data.name,
-        "model": config.model.name,
-        "finished": finished,
-        "rounds": served.rounds,
-        "seconds": float(table["seconds"][-1]),  # of all rounds, also of those before a restart
-        "rounds_per_second": served.rounds / float(table["seconds"][-1]),
-        "final": final,
-        "bytes": {way: int(table[f"bytes_{way}"][-1]) for way in ("down", "up")},
-        "engine": {"plan": "flower", "clients": len(served.nodes), "counts": served.counts},
-        "params_sha256": runfolder.params_sha256(served.params),
-        "out": str(out),
-    }
+    save(draw_run(table, title), out / runfolder.CURVES)
+    summary = summarize_run(
+        config,
+        table,
+        served.evaluations,
+        seconds=float(table["seconds"][-1]),  # of all rounds, those before a restart included
+        declared=declared,
+        finished=finished,
+        diverged=has_diverged(served.history, {}, served.params),  # an evaluation that nobody answered is nan too
+        engine={"plan": "flower", "clients": len(served.nodes), "counts": served.counts},
+        params_sha256=runfolder.params_sha256(served.params),
+        out=str(out),
+    )
     runfolder.write_summary(out, summary)
     return summary

@@ -34,6 +34,7 @@ from fedbraid.flower.post import Letter, Post
 from fedbraid.flower.roster import Roster, Terms
 from fedbraid.flower.states import INIT
 from fedbraid.flower.wire import Answer, Order, Question, Tested, content, read_plain
+from fedbraid.metric import Metric, is_client_column
 from fedbraid.simulation import checkpoint
 from fedbraid.simulation.rounds import strong
 from fedbraid.units import format_bytes
@@ -66,7 +67,7 @@ class Round(NamedTuple):
         tested = {name: self.row.get(f"{wire.EVALUATE}/{name}", 0.0) for name in ("asked", "tested")}
         sent = {way: self.total(f"wire_{way}") + self.row.get(f"{wire.EVALUATE}/wire_{way}", 0.0) for way in WAYS}
         evaluation = f"  tested {tested['tested']:g}/{tested['asked']:g}" if tested["asked"] else ""
-        shown = {k: v for k, v in self.evaluation.items() if "_client_" not in k}
+        shown = {k: v for k, v in self.evaluation.items() if not is_client_column(k)}
         shown = shown or {k: v for k, v in self.row.items() if k.split("/")[-1] == "loss"}
         scores = "".join(f"  {name} {value:.4g}" for name, value in list(shown.items())[:3])
         return (
@@ -137,6 +138,7 @@ class MessageRounds:
         self.told: Round | None = None  # the report of the last round
         self.folder: Path | None = None
         self.scorer: Callable[[PyTree], dict[str, Any]] | None = None
+        self.declared: tuple[Metric, ...] = ()  # by the metrics that clients evaluate
         self.sums: Layout | None = None
         self.testers = 0
         self.rounds = 0  # in all, for reports
@@ -399,7 +401,7 @@ class MessageRounds:
                 f"nobody evaluated the model: of {len(cohort)} clients {columns['untested']} have no test data"
             )
         told = told._replace(row=row, seconds=row["seconds"], notes=tuple(notes))
-        return told, summary(self.tested, population)
+        return told, summary(self.tested, population, self.declared)
 
 
 def _numbers(message: Message, answer: Answer | Tested, tag: str, wanted: Layout) -> PyTree:

@@ -27,6 +27,7 @@ from fedbraid.flower.identity import Schema
 from fedbraid.flower.pack import layout_of
 from fedbraid.flower.policy import Policy
 from fedbraid.flower.rounds import MessageRounds, Round, Site
+from fedbraid.metric import declared_by, metric_of_column
 from fedbraid.simulation import checkpoint
 from fedbraid.simulation.loop import RoundLoop, Schedule
 
@@ -149,7 +150,9 @@ def serve(
     if metrics is not None:
         if any(exchange.name == wire.EVALUATE for exchange in alg.exchanges):
             raise ValueError(f"an exchange named {wire.EVALUATE!r} has the columns of the evaluation: rename it")
-        run.sums = layout_of(sums_shapes(metrics, jax.eval_shape(alg.params, run.server), schema, preprocess))
+        shapes = sums_shapes(metrics, jax.eval_shape(alg.params, run.server), schema, preprocess)
+        run.declared = tuple(metric_of_column(name, declared_by(metrics)) for name in shapes)
+        run.sums = layout_of(shapes)
         run.testers = evaluate_clients or population
     if checkpoints is not None and checkpoint.exists(checkpoints):
         run.restore(checkpoint.latest(checkpoints))

@@ -18,6 +18,7 @@ from fedbraid.core import Algorithm
 from fedbraid.local import map_work, rewriting
 from fedbraid.lowering.options import PRECISIONS, LoweringOptions
 from fedbraid.lowering.rewrite import fast_convolutions
+from fedbraid.metric import as_metrics
 
 __all__ = ["lower", "lower_function", "lower_metrics", "precision_of"]
 
@@ -49,7 +50,8 @@ def lower_function(function: Callable, options: LoweringOptions) -> Callable:
 
 def lower_metrics(metrics: Callable, options: LoweringOptions) -> Callable:
     """The metrics of an evaluation: convolutions as the options say, products in jax's default precision."""
-    return lower_function(metrics, LoweringOptions(convolutions=options.convolutions))
+    how = LoweringOptions(convolutions=options.convolutions)
+    return as_metrics(metrics).through(lambda function: lower_function(function, how))
 
 
 def precision_of(options: LoweringOptions) -> AbstractContextManager:

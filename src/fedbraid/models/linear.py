@@ -13,8 +13,19 @@ import jax
 import jax.numpy as jnp
 
 from fedbraid.lowering.operations import dense, product
+from fedbraid.metric import declares
 from fedbraid.models.layers import as_floats
-from fedbraid.models.model import Array, Model, PyTree, check_sizes, score_classes, score_values, supervised
+from fedbraid.models.model import (
+    ACCURACY,
+    LOSS,
+    Array,
+    Model,
+    PyTree,
+    check_sizes,
+    score_classes,
+    score_values,
+    supervised,
+)
 
 
 def least_squares(d: int, *, l2: float = 0.0, intercept: bool = False) -> Model:
@@ -51,6 +62,7 @@ def logistic(d: int, *, l2: float = 0.0, intercept: bool = False) -> Model:
     """
     check_sizes(d=d)
 
+    @declares(LOSS, ACCURACY)
     def score(outputs, y, mask):
         mask = mask.astype(outputs.dtype)
         sign = jnp.where(y > 0, 1, -1).astype(outputs.dtype)
@@ -74,6 +86,7 @@ def one_versus_all(d: int, classes: int, *, l2: float = 0.0, intercept: bool = F
     """
     check_sizes(d=d, classes=classes)
 
+    @declares(LOSS, ACCURACY)
     def score(outputs, y, mask):
         mask = mask.astype(outputs.dtype)
         sign = jnp.where(y[:, None] == jnp.arange(classes), 1, -1).astype(outputs.dtype)

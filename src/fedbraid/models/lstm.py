@@ -112,7 +112,8 @@ def _language_model(vocab, layers, hidden, embed, projection, uncounted, compute
             x = dense(params["projection"], x)
         return dense(params["dense"], x).swapaxes(0, 1)
 
-    return supervised(init, apply, partial(score_tokens, padding=PADDING, uncounted=uncounted))
+    score = score_tokens.through(lambda score: partial(score, padding=PADDING, uncounted=uncounted))
+    return supervised(init, apply, score)
 
 
 def _as_haiku(key: Array, params: Any) -> Any:

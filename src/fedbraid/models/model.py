@@ -1,4 +1,4 @@
-"""What a model is to everything else: four pure functions over a pytree of arrays.
+"""A model is four pure functions over a pytree of arrays.
 
 A *batch* is a dict of arrays with one leading axis of B examples, plus ``batch["mask"]`` of shape [B]: 1 for a real
 example, 0 for padding. Images and features lie in ``batch["x"]``, targets in ``batch["y"]``.
@@ -12,16 +12,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fedbraid.metric import Metric, Metrics, declared_by, declares
+
 Array = jax.Array
 Batch = Mapping[str, Any]
 PyTree = Any
+LOSS, ACCURACY, SQUARED_ERROR = Metric("loss", "lower"), Metric("accuracy", "higher"), Metric("squared_error", "lower")
 
 
 class Model(NamedTuple):
-    """A model as pure functions; ``params`` is a pytree of arrays and of nothing else, so optax and ``vmap`` just work.
+    """A model as pure functions. ``params`` is a pytree of arrays only, so optax and ``vmap`` work on it.
 
-    One law ties ``loss`` and ``metrics`` together: ``total(metrics(params, batch)["loss"])`` is
-    ``loss(params, batch, None)``, up to rounding.
+    ``metrics`` and ``loss`` agree: ``total(metrics(params, batch)["loss"])`` is ``loss(params, batch, None)``, up to
+    rounding. ``metrics`` is a `fedbraid.Metrics` where it declares which direction of its values is better; a plain
+    function is fine if all its names are well known (`fedbraid.metric.KNOWN`).
 
     >>> import jax, jax.numpy as jnp
     >>> from fedbraid.models import softmax_regression, total
@@ -53,12 +57,12 @@ def mask_of(batch: Batch) -> Array:
 
 
 def ratio(numerator: Array, denominator: Array) -> Array:
-    """``numerator / denominator``, and 0 where nothing was counted (a batch of padding alone)."""
+    """``numerator / denominator``, and 0 where the denominator is 0 (a batch of padding)."""
     return numerator / jnp.where(denominator > 0, denominator, 1)
 
 
 def total(metric: tuple[Array, Array]) -> Array:
-    """A metric over all examples it was computed on: the sum of its sums over the sum of its weights.
+    """A metric over all examples: the sum of its sums divided by the sum of its weights.
 
     >>> import jax.numpy as jnp
     >>> float(total((jnp.array([1.0, 0.0, 1.0]), jnp.array([1.0, 1.0, 2.0]))))
@@ -74,12 +78,13 @@ def supervised(
     per_example: Callable[[Array, Array, Array], Mapping[str, tuple[Array, Array]]],
     penalty: Callable[[PyTree], Array] | None = None,
 ) -> Model:
-    """A model from a network and a scorer: the one place where masks, means and penalties are dealt with.
+    """A model from a network and a scorer. Masks, means and penalties are applied here and nowhere else.
 
     Args:
         init: (key) -> params.
         apply: (params, x, key) -> outputs; ``key`` is None in evaluation mode.
         per_example: (outputs, y, mask) -> {name: (sums [B], weights [B])}, masks applied; one is named ``"loss"``.
+            A `fedbraid.Metrics` if it has names that are not well known.
         penalty: (params) -> scalar added to the mean loss, such as l2.
     """
 
@@ -95,9 +100,10 @@ def supervised(
             scores["loss"] = (sums + weights * penalty(params), weights)
         return scores
 
-    return Model(init, loss, metrics, lambda params, x: apply(params, x, None))
+    return Model(init, loss, Metrics(metrics, declared_by(per_example)), lambda params, x: apply(params, x, None))
 
 
+@declares(LOSS, ACCURACY)
 def score_classes(logits: Array, y: Array, mask: Array) -> dict[str, tuple[Array, Array]]:
     """Cross entropy and top-1 accuracy of integer labels; logits [B, classes]."""
     mask = mask.astype(logits.dtype)
@@ -109,6 +115,7 @@ def score_classes(logits: Array, y: Array, mask: Array) -> dict[str, tuple[Array
     }
 
 
+@declares(LOSS, SQUARED_ERROR)
 def score_values(outputs: Array, y: Array, mask: Array) -> dict[str, tuple[Array, Array]]:
     """Half the squared error as the loss, and the squared error itself; outputs [B, ...] like ``y``."""
     if outputs.shape != y.shape:
@@ -118,6 +125,7 @@ def score_values(outputs: Array, y: Array, mask: Array) -> dict[str, tuple[Array
     return {"loss": (error / 2, mask), "squared_error": (error, mask)}
 
 
+@declares(LOSS, ACCURACY)
 def score_tokens(
     logits: Array, y: Array, mask: Array, *, padding: int = 0, uncounted: Sequence[int] = ()
 ) -> dict[str, tuple[Array, Array]]:

@@ -25,6 +25,7 @@ def from_functions(
         init: (key) -> params.
         loss: (params, batch, key) -> scalar; it must take ``batch["mask"]`` into account itself.
         metrics: (params, batch) -> {name: (sums [B], weights [B])}; without it the only metric is the batch's loss.
+            A `fedbraid.Metrics` declares names that are not well known.
         predict: (params, x) -> outputs.
 
     >>> import jax, jax.numpy as jnp
@@ -55,7 +56,8 @@ def from_equinox(module: Any, *, score: str | Score = "classes", batched: bool =
     Args:
         module: the module, or (key) -> module. A finished module starts where it is, whatever the seed.
         score: ``"classes"`` (cross entropy, accuracy), ``"values"`` (squared error), ``"tokens"`` (sequences, 0 is
-            padding), or (outputs, y, mask) -> {name: (sums [B], weights [B])} with a metric ``"loss"``.
+            padding), or (outputs, y, mask) -> {name: (sums [B], weights [B])} with a metric ``"loss"``, as a
+            `fedbraid.Metrics` if other names are not well known.
         batched: the module takes a whole batch; by default it takes one example and is mapped over the batch.
 
     >>> import equinox as eqx, jax

@@ -22,6 +22,7 @@ from fedbraid.core import Algorithm
 from fedbraid.data.federated import FederatedData
 from fedbraid.experiment.config import Config, ConfigError, parse
 from fedbraid.experiment.points import Point, points_program, with_values
+from fedbraid.metric import is_client_column
 from fedbraid.simulation.points import Points, PointsResult
 from fedbraid.simulation.result import Checkpoints
 
@@ -125,7 +126,7 @@ def _joined(outcomes: Sequence[PointsResult], together: Points) -> dict[str, Any
     def column(kind: str, name: str) -> list[list[float | None]]:
         return [[_plain(v) for v in row] for outcome in outcomes for row in getattr(outcome, kind)[name].tolist()]
 
-    pooled = [name for name in outcomes[0].evaluations if name != "round" and "_client_" not in name]
+    pooled = [name for name in outcomes[0].evaluations if name != "round" and not is_client_column(name)]
     sent = together.traffic
     return {
         "rounds": outcomes[0].evaluations["round"].tolist(),

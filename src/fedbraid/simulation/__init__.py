@@ -2,7 +2,7 @@
 
 from fedbraid.simulation.arrival import bernoulli, deadline, everyone
 from fedbraid.simulation.devices import use_cores
-from fedbraid.simulation.evaluate import evaluator, summarize
+from fedbraid.simulation.evaluate import Evaluator, evaluator, metrics_of, summarize
 from fedbraid.simulation.fine_tuning import adaptation, compare_adapted
 from fedbraid.simulation.options import EngineOptions
 from fedbraid.simulation.result import Checkpoints, Progress, Result
@@ -14,6 +14,7 @@ from fedbraid.simulation.tuning import time_plans
 __all__ = [
     "Checkpoints",
     "EngineOptions",
+    "Evaluator",
     "HostStates",
     "Progress",
     "Result",
@@ -25,6 +26,7 @@ __all__ = [
     "draw_shadow",
     "evaluator",
     "everyone",
+    "metrics_of",
     "simulate",
     "summarize",
     "time_plans",

@@ -1,10 +1,13 @@
-"""Evaluation of one model on a test split: pooled over examples, and client by client."""
+"""Evaluation of one model on a test split: over all examples together, and for each client.
+
+A *score* of a metric is an array [2, clients]: for each client the sum over its examples and the sum of their weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +15,68 @@ import numpy as np
 
 from fedbraid.data.federated import Split
 from fedbraid.local import MASK
+from fedbraid.metric import MEAN, WORST, WORST_TENTH, Metric, declared_by, metric_of_column
 
-__all__ = ["client_values", "evaluator", "in_batches", "score", "summarize"]
+__all__ = [
+    "Evaluator",
+    "client_values",
+    "evaluator",
+    "in_batches",
+    "metrics_of",
+    "score",
+    "summarize",
+]
+
+Scores = dict[str, Any]
 
 
-def evaluator(metrics: Callable, split: Split, *, batch_size: int = 256) -> Callable[[Any], dict[str, Any]]:
+class Evaluator(NamedTuple):
+    """A function of params that gives the scores ``{name: [2, clients]}``, with the metrics that were declared."""
+
+    scores: Callable[[Any], Scores]
+    declared: tuple[Metric, ...] = ()
+
+    def __call__(self, params: Any) -> Scores:
+        return self.scores(params)
+
+    def summary(self, params: Any, prefix: str = "test_") -> dict[str, Any]:
+        """The scores as one row of columns; see `summarize`."""
+        return summarize(self.scores(params), prefix, self.declared)
+
+
+def evaluator(metrics: Callable, split: Split, *, batch_size: int = 256) -> Evaluator:
     """A function of params: per metric its sums and weights over each client's examples, ``{name: [2, clients]}``.
 
-    ``metrics(params, batch)`` gives ``{name: (sum per example, weight per example)}``, as a model's does. Batches are
-    preprocessed as the split says, without augmentation.
+    ``metrics(params, batch)`` gives ``{name: (sums [B], weights [B])}``, as a model's does. Batches are preprocessed as
+    the split says, without augmentation. Names that are not well known are declared with `fedbraid.Metrics`:
+
+    >>> import fedbraid as fb
+    >>> split = Split.from_clients([{"x": np.array([1.0, 3.0])}, {"x": np.array([5.0])}])
+    >>> def regret(params, batch):
+    ...     return {"regret": ((batch["x"] - params) * batch["mask"], batch["mask"])}
+    >>> evaluate = evaluator(fb.Metrics(regret, (fb.Metric("regret", better="lower"),)), split)
+    >>> {name: float(value) for name, value in evaluate.summary(1.0).items()}["test_regret_client_worst"]
+    4.0
     """
     compiled = jax.jit(partial(score, metrics, clients=split.num_clients, preprocess=split.preprocess))
     batches, owners = in_batches(split, batch_size=batch_size)
-    return lambda params: compiled(params, batches, owners)
+    return Evaluator(lambda params: compiled(params, batches, owners), declared_by(metrics))
+
+
+def metrics_of(metrics: Callable, params: Any, split: Split) -> tuple[Metric, ...]:
+    """The metrics that ``metrics(params, batch)`` computes, without computing them.
+
+    A metric whose direction is neither declared nor well known is refused.
+
+    >>> split = Split.from_clients([{"x": np.ones(3, np.float32)}])
+    >>> metrics_of(lambda params, batch: {"loss": (batch["x"] * params, batch["mask"])}, 1.0, split)
+    (Metric(name='loss', better='lower'),)
+    """
+    batch = {name: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for name, a in split.arrays.items()}
+    batch[MASK] = jax.ShapeDtypeStruct((1,), jnp.result_type(float))
+    declared = declared_by(metrics)
+    names = jax.eval_shape(partial(_of_batch, metrics, split.preprocess), params, batch)
+    return tuple(metric_of_column(name, declared) for name in names)
 
 
 def in_batches(split: Split, *, batch_size: int = 256) -> tuple[dict[str, Any], Any]:
@@ -51,36 +103,41 @@ def score(
     *,
     clients: int,
     preprocess: Callable | None = None,
-) -> dict[str, Any]:
-    """Sums and weights of every metric over each client's rows of `in_batches`; may be traced and mapped.
+) -> Scores:
+    """Sums and weights of every metric over each client's rows of `in_batches`; works under ``jit`` and ``vmap``.
 
     preprocess: ``(batch, key, train) -> batch``, called without a key and with ``train=False``.
     """
-
-    def of_batch(batch: dict[str, Any]) -> dict[str, Any]:
-        return metrics(params, batch if preprocess is None else preprocess(batch, None, False))
-
-    scores = jax.lax.map(of_batch, batches)
+    scores = jax.lax.map(partial(_of_batch, metrics, preprocess, params), batches)
     by_client = lambda leaf: jax.ops.segment_sum(leaf.reshape(-1), owners, clients)  # noqa: E731
     return {name: jnp.stack([by_client(s), by_client(w)]) for name, (s, w) in scores.items()}
 
 
+def _of_batch(metrics: Callable, preprocess: Callable | None, params: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    return metrics(params, batch if preprocess is None else preprocess(batch, None, False))
+
+
 def client_values(sums: Any) -> Any:
-    """Each client's own metric; nan for a client without test examples."""
+    """Each client's own value of a metric; nan for a client without test examples."""
     return sums[0] / jnp.where(sums[1] > 0, sums[1], jnp.nan)
 
 
-def summarize(scores: Mapping[str, Any], prefix: str = "test_") -> dict[str, Any]:
-    """Pooled value, mean over clients, and the bad end of the clients: 10th percentile and worst.
+def summarize(scores: Mapping[str, Any], prefix: str = "test_", declared: Iterable[Metric] = ()) -> dict[str, Any]:
+    """Scores as one row of columns: for every metric its value over all examples, and three statistics over clients.
 
-    ``client_p10`` is what a tenth of the clients do worse than: low for accuracy, high for a loss or an error.
+    ``_client_mean`` is the mean of the clients' own values, ``_client_worst`` the worst of them, and
+    ``_client_worst_tenth`` the value that a tenth of the clients do worse than: the 10th percentile where higher is
+    better, the 90th where lower is. ``declared`` says the direction of metrics whose names are not well known.
+
+    >>> scores = {"loss": jnp.array([[1.0, 6.0], [1.0, 2.0]])}  # one client with loss 1, another with 6 / 2
+    >>> {name: round(float(value), 2) for name, value in summarize(scores, "").items()}
+    {'loss': 2.33, 'loss_client_mean': 2.0, 'loss_client_worst_tenth': 2.8, 'loss_client_worst': 3.0}
     """
-    row = {}
+    row, declared = {}, tuple(declared)
     for name, sums in scores.items():
-        values = client_values(sums)
-        sign = -1.0 if "loss" in name or "error" in name else 1.0
+        values, sign = client_values(sums), metric_of_column(name, declared).sign
         row[prefix + name] = jnp.sum(sums[0]) / jnp.sum(sums[1])
-        row[f"{prefix}{name}_client_mean"] = jnp.nanmean(values)
-        row[f"{prefix}{name}_client_p10"] = sign * jnp.nanpercentile(sign * values, 10)
-        row[f"{prefix}{name}_client_worst"] = sign * jnp.nanmin(sign * values)
+        row[prefix + name + MEAN] = jnp.nanmean(values)
+        row[prefix + name + WORST_TENTH] = sign * jnp.nanpercentile(sign * values, 10)
+        row[prefix + name + WORST] = sign * jnp.nanmin(sign * values)
     return row

@@ -19,8 +19,9 @@ import numpy as np
 from fedbraid.core import check_count, check_number
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.local import Batches, ClientData
-from fedbraid.lowering import LoweringOptions, lower_function
-from fedbraid.simulation.evaluate import summarize
+from fedbraid.lowering import LoweringOptions, lower_function, lower_metrics
+from fedbraid.metric import declared_by
+from fedbraid.simulation.evaluate import Evaluator, summarize
 
 __all__ = ["FEDAVG_ROW", "adaptation", "compare_adapted", "divide"]
 
@@ -40,7 +41,7 @@ def adaptation(
     batch_size: int | None = 20,
     support: float = 0.5,
     seed: int = 0,
-) -> Callable[[PyTree], Scores]:
+) -> Evaluator:
     """A function of params: fine-tune on each client's support set by ``steps`` steps of SGD, test on its query set.
 
     data: a split, each of whose clients is divided at random into support (the share ``support``) and query examples,
@@ -59,7 +60,7 @@ def adaptation(
     """
     check_count("steps", steps)
     check_number("lr", lr, low=0)
-    loss, metrics = (lower_function(function, LoweringOptions()) for function in (loss, metrics))
+    loss, metrics = lower_function(loss, LoweringOptions()), lower_metrics(metrics, LoweringOptions())
     batches = Batches(batch_size, steps=steps)
     tuning, query = _sets(data, support, seed)
     on_device = [{name: jnp.asarray(a) for name, a in split.arrays.items()} for split in (tuning, query)]
@@ -89,7 +90,7 @@ def adaptation(
         scores = jax.lax.map(one, (jnp.arange(tuning.num_clients), *places), batch_size=chunk)
         return {name: score.T for name, score in scores.items()}
 
-    return lambda params: evaluate(params, on_device, places)
+    return Evaluator(lambda params: evaluate(params, on_device, places), declared_by(metrics))
 
 
 def compare_adapted(
@@ -108,7 +109,7 @@ def compare_adapted(
         raise ValueError(f"the name {FEDAVG_ROW!r} is FedAvg's own row; give another name in others")
     rows = {FEDAVG_ROW: fedavg, **others}
     return {
-        name: {key: float(value) for key, value in summarize(adapt(params), "").items()}
+        name: {key: float(value) for key, value in summarize(adapt(params), "", declared_by(adapt)).items()}
         for name, params in rows.items()
     }
 

@@ -28,6 +28,7 @@ from fedbraid.core import Algorithm, finite
 from fedbraid.costs import cost, nbytes
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.lowering import lower_metrics
+from fedbraid.metric import declared_by, is_client_column
 from fedbraid.simulation import checkpoint
 from fedbraid.simulation.devices import client_mesh, replicated, sharded, total_memory
 from fedbraid.simulation.evaluate import client_values, in_batches, score, summarize
@@ -220,7 +221,7 @@ class Points:
             prepare = point.task.data.preprocess
             metrics = lower_metrics(point.metrics, self.options)
             scores = score(metrics, params, *test, clients=self.clients, preprocess=prepare)
-            row = summarize(scores, self.study.prefix)
+            row = summarize(scores, self.study.prefix, declared_by(point.metrics))
             clients = {self.study.prefix + name: client_values(sums) for name, sums in scores.items()}
         return row, clients, finite(params)
 
@@ -426,7 +427,7 @@ class Points:
             stuck |= ((refused > 0) & (arrived == 0)).any(1)
         # statistics over clients are nan where no client has examples, which is no fault of the model
         seconds = evaluations.pop(SECONDS)
-        pooled = [c for name, c in evaluations.items() if name != "round" and "_client_" not in name]
+        pooled = [c for name, c in evaluations.items() if name != "round" and not is_client_column(name)]
         return PointsResult(
             driver.done,
             {name: np.asarray(column) for name, column in history.items()},

@@ -12,6 +12,7 @@ import numpy as np
 
 from fedbraid.core import is_traced
 from fedbraid.costs import Cost
+from fedbraid.metric import is_client_column
 from fedbraid.simulation.plan import Plan
 
 __all__ = ["Checkpoints", "Info", "Progress", "Result"]
@@ -71,7 +72,7 @@ class Result:
         """Three lines: the run, its last scores, how it was computed."""
         leaves = jax.tree.leaves(self.params)
         size = sum(int(np.size(leaf)) for leaf in leaves)
-        scores = {n: c for n, c in self.evaluations.items() if n != "round" and "_client_" not in n}
+        scores = {n: c for n, c in self.evaluations.items() if n != "round" and not is_client_column(n)}
         if not scores:
             scores = {n: c for n, c in self.history.items() if n.endswith("/loss")}
         last = ", ".join(f"{name} {_last(column)}" for name, column in scores.items())

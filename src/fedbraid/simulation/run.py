@@ -15,7 +15,7 @@ from fedbraid.lowering import lower_metrics, notice_unmet
 from fedbraid.notices import notice
 from fedbraid.simulation import checkpoint, hosts
 from fedbraid.simulation.arrival import Arrival, everyone
-from fedbraid.simulation.evaluate import evaluator, summarize
+from fedbraid.simulation.evaluate import evaluator, metrics_of
 from fedbraid.simulation.feed import Feed
 from fedbraid.simulation.history import History
 from fedbraid.simulation.loop import RoundLoop, Schedule
@@ -49,7 +49,7 @@ def simulate(
     """Run ``alg`` for ``rounds`` rounds with ``cohort`` clients each (default: all of them).
 
     metrics: ``(params, batch) -> {name: (sums, weights)}``, evaluated on ``data.test`` every ``eval_every`` rounds
-        (default: at the end only) and after the last.
+        (default: at the end only) and after the last; a :class:`fedbraid.Metrics` where a name is not well known.
     arrival: which uploads arrive.
     checkpoints: where and how often the run is saved.
     on_progress: called now and then; returning True ends the run after a checkpoint.
@@ -72,8 +72,10 @@ def simulate(
     size = check_cohort(task.data.train, cohort)
     if eval_every is not None:
         check_count("eval_every", eval_every)
-    if metrics is not None and task.data.test is None:
-        raise ValueError("metrics were given, but the data has no test split to evaluate them on")
+    if metrics is not None:
+        if task.data.test is None:
+            raise ValueError("metrics were given, but the data has no test split to evaluate them on")
+        metrics_of(metrics, params, task.data.test)  # refuses a metric whose direction is unknown
     traffic = cost(alg, params, task.data)  # checks the structure too, before anything compiles
     _notice_unused_state(alg, params, task.data.train.num_clients, rounds, size)
 
@@ -150,8 +152,8 @@ def compiled_rounds(
 def _scorer(metrics: Callable, task: Task, options: EngineOptions) -> Callable[[PyTree], dict[str, Any]]:
     """(server) -> scores of its model on the test split."""
     assert task.data.test is not None
-    score = evaluator(lower_metrics(metrics, options), task.data.test)
-    return lambda server: summarize(score(task.algorithm.params(server)))
+    evaluate = evaluator(lower_metrics(metrics, options), task.data.test)
+    return lambda server: evaluate.summary(task.algorithm.params(server))
 
 
 def _notice_unused_state(alg: Algorithm, params: PyTree, population: int, rounds: int, cohort: int) -> None:

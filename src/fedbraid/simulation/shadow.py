@@ -22,6 +22,7 @@ from jax.flatten_util import ravel_pytree
 from fedbraid.core import Algorithm, Exchange, Report, check_count
 from fedbraid.costs import cost
 from fedbraid.data.federated import FederatedData, Split
+from fedbraid.drawing import BLACK, BLUE, GREEN, ORANGE, PINK, SKY, YELLOW
 from fedbraid.local import Fold, LocalWork
 from fedbraid.simulation.loop import RoundLoop, Schedule
 from fedbraid.simulation.options import EngineOptions
@@ -230,9 +231,9 @@ def _recording_work(work: LocalWork, which: int, blank: Any) -> LocalWork:
 
 # --- the picture -----------------------------------------------------------------------------------------------------
 
-# Okabe and Ito's colours, told apart by colour-blind readers; black and orange are kept for server and shadow
-CLIENT_COLOURS = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")
-SHADOW_COLOUR, SERVER_COLOUR = "#D55E00", "#000000"
+# black and orange are kept for the server and the shadow
+CLIENT_COLOURS = (BLUE, GREEN, PINK, SKY, YELLOW)
+SHADOW_COLOUR, SERVER_COLOUR = ORANGE, BLACK
 
 
 def draw_shadow(

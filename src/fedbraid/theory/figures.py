@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fedbraid.drawing import COLOURS, DASHES
 from fedbraid.theory.bounds import Bound
 from fedbraid.theory.frontier import (
     MOMENTA,
@@ -45,8 +46,6 @@ __all__ = [
     "save",
 ]
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-STYLES = ("-", "--", "-.", ":")
 NAMES = {"none": "no momentum", "nesterov": "Nesterov", "heavy_ball": "heavy ball"}
 
 
@@ -203,7 +202,7 @@ def fixed_point_figure(gaps: Mapping[str, tuple[np.ndarray, np.ndarray]], *, tit
     """
     figure, (ax,) = panels(1, width=6.0)
     for i, (name, (t, gap)) in enumerate(gaps.items()):
-        ax.plot(t, np.maximum(gap, 1e-16), STYLES[i % 4], color=COLOURS[i % 7], lw=2, label=name)
+        ax.plot(t, np.maximum(gap, 1e-16), DASHES[i % len(DASHES)], color=COLOURS[i % len(COLOURS)], lw=2, label=name)
     ax.set(xlabel="round", ylabel="$F(x_t) - F^*$", yscale="log", title=title)
     ax.grid(alpha=0.3)
     ax.legend(fontsize=8)
@@ -219,7 +218,7 @@ def bound_figure(bound: Bound) -> Figure:
     """
     figure, (ax,) = panels(1, width=7.0, height=3.2)
     names, values = list(bound.terms), np.array(list(bound.terms.values()), float)
-    bars = ax.barh(names, values, color=[COLOURS[i % 7] for i in range(len(names))])
+    bars = ax.barh(names, values, color=[COLOURS[i % len(COLOURS)] for i in range(len(names))])
     ax.bar_label(bars, [f"{v:.3g}" for v in values], padding=4, fontsize=9)
     positive = values[values > 0]
     if positive.size > 1 and positive.max() / positive.min() > 100:
@@ -265,7 +264,7 @@ def _curves(ax: Axes, curves: Sequence[Frontier], labels: Sequence[str] | None =
 
 
 def _curve(ax: Axes, f: Frontier, label: str, i: int, width: float = 2.0, style: str = "") -> None:
-    ax.plot(f.rho, f.delta, style or STYLES[i % 4], color=COLOURS[i % 7], lw=width, label=label)
+    ax.plot(f.rho, f.delta, style or DASHES[i % len(DASHES)], color=COLOURS[i % len(COLOURS)], lw=width, label=label)
 
 
 def _share_legend(figure: Figure) -> Figure:

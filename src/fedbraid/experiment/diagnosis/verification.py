@@ -9,6 +9,7 @@ import numpy as np
 
 from fedbraid.experiment.assembly import build
 from fedbraid.experiment.config import Config, parse
+from fedbraid.metric import declared_by, metric_of_column
 from fedbraid.simulation import simulate
 
 __all__ = ["verify"]
@@ -19,8 +20,8 @@ def verify(
 ) -> dict[str, list[int | None]]:
     """Rounds until ``metric`` reaches ``target`` with the configured and with the advised settings.
 
-    One number per seed; None if a run does not reach the target. A loss or an error reaches it from above, any other
-    metric from below. An example is in docs/theory/diagnose.md: it trains a model ten times.
+    One number per seed; None if a run does not reach the target. A metric for which lower is better reaches
+    it from above, any other from below. An example is in docs/theory/diagnose.md: it trains a model ten times.
     """
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}")
@@ -45,14 +46,10 @@ def verify(
             if metric not in result.evaluations:
                 evaluated = ", ".join(name for name in result.evaluations if name != "round")
                 raise ValueError(f"metric {metric!r} is not evaluated; choose one of {evaluated}")
-            reached = np.flatnonzero(_reached(metric, np.asarray(result.evaluations[metric]), target))
+            better = metric_of_column(metric, declared_by(made.metrics))
+            reached = np.flatnonzero(better.reached(np.asarray(result.evaluations[metric]), target))
             outcome[name].append(int(result.evaluations["round"][reached[0]]) if len(reached) else None)
     return outcome
-
-
-def _reached(metric: str, values: np.ndarray, target: float) -> np.ndarray:
-    """Where a metric is at its target or better. The only place here that knows the direction of a metric."""
-    return values <= target if "loss" in metric or "error" in metric else values >= target
 
 
 def _change(tree: dict[str, Any], changes: Sequence[str]) -> None:

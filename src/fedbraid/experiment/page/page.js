@@ -1,12 +1,12 @@
 "use strict";
-// The plots of a report, drawn from the JSON beside this script: no library, no network.
+// Draws the plots of a report from the JSON in the page. It uses no library and no network.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const SVG = "http://www.w3.org/2000/svg";
 const DASHES = ["", "7 4", "2 3", "8 3 2 3"];
 const AXES = { rounds: "round", bytes: "bytes sent, both ways", seconds: "seconds" };
 
-// --- small things --------------------------------------------------------------------------------------------------
+// --- formatting --------------------------------------------------------------------------------------------------
 
 function make(parent, tag, attributes = {}, text = null) {
   const element = tag.startsWith("svg:") ? document.createElementNS(SVG, tag.slice(4)) : document.createElement(tag);
@@ -81,7 +81,7 @@ function extent(values, log) {
 
 // --- a plot and its tip --------------------------------------------------------------------------------------------
 
-// `draw(host, width)` fills a plot; it is drawn again when its width changes
+// `draw(host, width)` fills a plot; it is called again when the width changes
 function plot(parent, label, draw) {
   const host = make(parent, "div", { class: "plot", role: "img", "aria-label": label, tabindex: "0" });
   let width = 0;
@@ -137,7 +137,7 @@ function lines(host, width, series, options) {
       const edge = [...there.map(([v, , b]) => `${x(v)},${y(b)}`), ...there.reverse().map(([v, a]) => `${x(v)},${y(a)}`)];
       make(svg, "svg:polygon", { class: "band", points: edge.join(" "), style: `fill:${colour(s.index)}` });
     }
-    let path = "", pen = "M", count = 0; // a value that cannot be drawn interrupts the line
+    let path = "", pen = "M", count = 0; // a value that cannot be drawn leaves a gap
     s.x.forEach((v, i) => {
       const drawn = inside(s.y[i]) && (!options.xLog || v > 0);
       if (drawn) { path += `${pen}${x(v)},${y(s.y[i])}`; count += 1; }
@@ -202,11 +202,11 @@ function shade(share) {
 
 const rgb = ([r, g, b]) => `rgb(${r},${g},${b})`;
 
-// shares of the way from the worst score to the best
+// from a score to its place between the worst (0) and the best (1)
 function shares(tuning, points) {
   const scores = points.map((p) => p.score).filter(known);
   const low = Math.min(...scores), high = Math.max(...scores);
-  return (score) => (tuning.lower_is_better ? high - score : score - low) / (high - low || 1);
+  return (score) => (tuning.better === "lower" ? high - score : score - low) / (high - low || 1);
 }
 
 function isBest(tuning, values) {
@@ -315,7 +315,7 @@ function select(parent, names, label, change) {
   box.onchange = () => change(box.value);
 }
 
-// buttons that show and hide series; `hidden` is the set of labels that are off
+// buttons that show and hide series; `hidden` is the set of hidden labels
 function legend(parent, hidden, change) {
   if (data.labels.length < 2) return;
   const box = make(parent, "div", { class: "legend" });
@@ -369,7 +369,7 @@ function showCurves() {
   if (data.curves[metrics[0]].series.some((s) => s.seeds.length > 1)) {
     const each = make(controls, "button", { type: "button", "aria-pressed": "false" }, "each seed");
     each.onclick = () => { state.each = !state.each; each.setAttribute("aria-pressed", String(state.each)); view.again(); };
-    make(section, "p", { class: "note" }, "Lines are means over seeds, bands reach from the least to the largest.");
+    make(section, "p", { class: "note" }, "Lines are means over seeds, bands reach from the smallest to the largest value.");
   }
   section.insertBefore(view.host, controls.nextSibling);
   legend(section, state.hidden, view.again);
@@ -378,7 +378,7 @@ function showCurves() {
 function showTunings() {
   if (!data.tunings.length) return;
   const section = open("tunings");
-  make(section, "p", { class: "note" }, "Each on a validation split of the training examples and on seeds of its own. The best point is ringed, crosses diverged.");
+  make(section, "p", { class: "note" }, "Scores on a validation split of the training examples, at tuning seeds. The best point is ringed; crosses diverged.");
   const grid = make(section, "div", { class: data.tunings.length > 1 ? "many" : "" });
   for (const tuning of data.tunings) {
     const box = make(grid, "div");
@@ -404,7 +404,7 @@ function showClients() {
   });
   select(controls, metrics.map((m) => [m, pretty(m)]), "metric of the clients", (m) => { state.metric = m; view.again(); });
   legend(section, state.hidden, view.again);
-  make(section, "p", { class: "note" }, "Every test client under the last model; clients of all seeds together.");
+  make(section, "p", { class: "note" }, "Each test client's own value under the last model; the clients of all seeds are shown together.");
 }
 
 function showDrift() {
@@ -427,7 +427,7 @@ function showDrift() {
     lines(host, width, series, { xName: "local steps since the start", xTip: "step", yLog: state.log, floor: state.log ? undefined : 0, format: FORMATS.rounds });
   });
   legend(section, state.hidden, view.again);
-  make(section, "p", { class: "note" }, "Mean squared distance of the clients' models from their mean, the shadow sequence, at every local step of the first rounds; a round ends where it falls back to 0 (on a log scale: where the line is interrupted).");
+  make(section, "p", { class: "note" }, "Mean squared distance of the clients' models from their mean (the shadow sequence) at every local step of the first rounds. Every round starts again at 0 (on a log scale: with a gap).");
 }
 
 function theme() {

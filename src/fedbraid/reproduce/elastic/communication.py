@@ -12,7 +12,7 @@ from fedbraid.algorithms import fedadam, fedavg, fedavgm, fedprox, scaffold
 from fedbraid.core import Algorithm
 from fedbraid.costs import cost
 from fedbraid.data.catalog import load
-from fedbraid.experiment.figures import COLOURS
+from fedbraid.drawing import COLOURS
 from fedbraid.local import ClientData
 from fedbraid.models import mlp
 from fedbraid.reproduce.elastic._synthetic import PAPER

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedbraid.data.catalog import load
-from fedbraid.experiment.figures import COLOURS, tidy
+from fedbraid.drawing import COLOURS, tidy
 from fedbraid.reproduce.elastic._synthetic import PAPER, best_rate, clients, curve, run_method
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.reproduce.training import spent

@@ -8,7 +8,7 @@ import numpy as np
 
 from fedbraid.algorithms import fedavg
 from fedbraid.data.federated import Split
-from fedbraid.experiment.figures import COLOURS, tidy
+from fedbraid.drawing import COLOURS, tidy
 from fedbraid.reproduce.elastic._synthetic import PAPER
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.simulation.shadow import trace_shadow

@@ -11,11 +11,10 @@ import numpy as np
 
 from fedbraid.core import Algorithm
 from fedbraid.data.federated import FederatedData, Split
-from fedbraid.experiment.figures import COLOURS, tidy
+from fedbraid.drawing import COLOURS, DASHES, tidy
 from fedbraid.simulation import simulate
 
 PAPER = "Pathak and Wainwright, FedSplit: an algorithmic framework for fast federated optimization, NeurIPS 2020"
-DASHES = ("-", "--", "-.", ":")
 
 
 def trace(

@@ -13,9 +13,10 @@ from fedbraid.core import Algorithm
 from fedbraid.data.catalog import load
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.data.preprocess import random_features
+from fedbraid.metric import Metric, declares
 from fedbraid.models import Model, one_versus_all
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
-from fedbraid.reproduce.fedsplit._trace import DASHES, PAPER
+from fedbraid.reproduce.fedsplit._trace import PAPER
 from fedbraid.simulation import simulate
 
 LAMBDA = 0.01  # of every client, as in the proof of Theorem 2 and in the objective (21)
@@ -103,6 +104,7 @@ def _follow(job: Job, problem: Problem, smoothness: float) -> tuple[dict[str, Cu
         penalty = 0.5 * LAMBDA * jnp.sum(params["w"] ** 2) / jnp.sum(batch["mask"])
         return model.loss(params, batch, key) + penalty
 
+    @declares(Metric("cost", better="lower"))
     def metrics(params: Any, batch: Any) -> Any:
         ones = jnp.ones_like(batch["mask"])
         return {"accuracy": model.metrics(params, batch)["accuracy"], "cost": (problem.cost(params) * ones, ones)}
@@ -206,7 +208,7 @@ def _above(curves: list[Curve], lowest: float) -> bool:
 
 
 def _draw(axis: Any, curves: dict[str, Curve], lowest: float) -> None:
-    from fedbraid.experiment.figures import COLOURS
+    from fedbraid.drawing import COLOURS, DASHES
 
     for i, (name, curve) in enumerate(curves.items()):
         axis.plot(curve.rounds, curve.cost, DASHES[i], color=COLOURS[i], lw=1.8, label=name)

@@ -8,7 +8,7 @@ import numpy as np
 
 from fedbraid.algorithms import fedgd, fedsplit
 from fedbraid.data.federated import Split
-from fedbraid.experiment.figures import COLOURS, tidy
+from fedbraid.drawing import COLOURS, tidy
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.reproduce.fedsplit._trace import PAPER, residual_loss, trace
 from fedbraid.theory import (

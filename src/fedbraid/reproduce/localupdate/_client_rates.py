@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedbraid.experiment.figures import COLOURS
+from fedbraid.drawing import COLOURS
 from fedbraid.reproduce.entry import Evidence, Finding, Job
 from fedbraid.reproduce.localupdate._training import Task, run_grid
 from fedbraid.reproduce.training import spent

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fedbraid.experiment.figures import COLOURS, tidy
+from fedbraid.drawing import COLOURS, tidy
 from fedbraid.reproduce.entry import Evidence, Finding, Job
 from fedbraid.reproduce.localupdate._training import Task, chosen, run_grid
 from fedbraid.reproduce.training import best, rounds_to, spent

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedbraid.data.federated import FederatedData
+from fedbraid.drawing import COLOURS, DASHES, tidy
 from fedbraid.experiment.config import parse
-from fedbraid.experiment.figures import COLOURS, DASHES, tidy
 from fedbraid.reproduce.entry import Job
 from fedbraid.reproduce.training import best, train
 

@@ -14,8 +14,8 @@ from fedbraid.algorithms import local_update, mime, mimelite
 from fedbraid.algorithms.base_optimizers import adagrad, from_optax
 from fedbraid.core import Algorithm
 from fedbraid.data.federated import FederatedData
+from fedbraid.drawing import COLOURS, tidy
 from fedbraid.experiment.config import ConfigError, parse, unknown
-from fedbraid.experiment.figures import COLOURS, tidy
 from fedbraid.reproduce.training import Swap, best, score, train
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedbraid.data.catalog import load
-from fedbraid.experiment.figures import COLOURS
+from fedbraid.drawing import COLOURS
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.reproduce.mime._ablation import femnist
 from fedbraid.reproduce.mime._stability import run_grid, tuned

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fedbraid.data.catalog import load
-from fedbraid.experiment.figures import style, tidy
+from fedbraid.drawing import style, tidy
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.reproduce.mime._ablation import femnist
 from fedbraid.reproduce.mime._stability import run_grid, tuned

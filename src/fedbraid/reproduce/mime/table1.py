@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedbraid.experiment.figures import COLOURS, tidy
+from fedbraid.drawing import COLOURS, tidy
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.theory import MIME_TABLE, mime_rounds
 

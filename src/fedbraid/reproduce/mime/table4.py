@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from fedbraid.algorithms import fedavg, mime, mimelite
 from fedbraid.core import Algorithm
 from fedbraid.costs import cost
-from fedbraid.experiment.compare import cohorts_of
+from fedbraid.drawing import BLUE, ORANGE
+from fedbraid.experiment.comparison import cohorts_of
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 
 # models sent by a pair of clients (one sends a gradient, one an update); clients at 40 and at 100 models per round
@@ -51,7 +52,7 @@ def run(job: Job) -> Evidence:
             findings.append(Finding(f"{name}: clients for {total} models per round", str(paper), ours, paper, paper))
     figure = Figure(figsize=(7, 3.4), layout="constrained")
     axis = figure.add_subplot()
-    for down, colour, label in ((True, "#0072B2", "down"), (False, "#D55E00", "up")):
+    for down, colour, label in ((True, BLUE, "down"), (False, ORANGE, "up")):
         left = [0.0 if down else one.down / one.model for one in costs.values()]
         width = [(one.down if down else one.up) / one.model for one in costs.values()]
         axis.barh(list(costs), width, left=left, color=colour, label=label)

@@ -1,0 +1,33 @@
+"""Where a method comes from, read from the docstrings of its factory and of its module."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import NamedTuple
+
+from fedbraid import algorithms, transforms
+
+__all__ = ["Citation", "citation"]
+
+
+class Citation(NamedTuple):
+    """Where a method comes from: its own line, and the paper that heads its module."""
+
+    name: str
+    about: str
+    paper: str
+
+
+def citation(kind: str, name: str) -> Citation:
+    """The citation of an algorithm or a transform, from the docstrings that carry it.
+
+    >>> citation("algorithm", "scaffold").paper.split(".")[-3].strip()
+    'ICML 2020'
+    """
+    factory = (algorithms.ALGORITHMS if kind == "algorithm" else transforms.TRANSFORMS)[name]
+    module = inspect.getmodule(factory)
+    about = (inspect.getdoc(factory) or "").split("\n\n")[0]
+    paragraphs = (inspect.getdoc(module) or "").split("\n\n")[1:] if module else []
+    paper = next((p for p in paragraphs if re.search(r"\b(19|20)\d\d\b", p) and not p.startswith(" ")), "")
+    return Citation(name, " ".join(about.split()), " ".join(paper.split()))

@@ -1,0 +1,210 @@
+"""Reading the folders of a report: runs, sweeps and comparisons."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedbraid.experiment import runfolder
+from fedbraid.experiment.assembly import load_named
+from fedbraid.experiment.compare import DRIFT, SUMMARY
+from fedbraid.experiment.comparison import COMPARE
+from fedbraid.experiment.config import Config, ConfigError, dump, load_config
+from fedbraid.experiment.drift import trace_drift
+from fedbraid.experiment.summary import RunSummary
+from fedbraid.experiment.sweep import SWEEP, TRIALS
+from fedbraid.experiment.trials import Row, read_trials
+from fedbraid.metric import Metric
+
+__all__ = ["Collection", "ReportedRun", "Tuned", "collect"]
+
+
+class ReportedRun(NamedTuple):
+    """The contents of a run folder."""
+
+    folder: Path
+    label: str  # shared with the runs that differ only in their seed
+    config: Config
+    summary: RunSummary
+    table: dict[str, np.ndarray]
+    clients: dict[str, np.ndarray]
+    drift: dict[str, Any] | None
+
+
+class Tuned(NamedTuple):
+    """The trials of one tuning."""
+
+    label: str
+    rows: list[Row]
+    keys: list[str]
+    best: dict[str, Any] | None
+    criterion: str
+
+
+class Collection(NamedTuple):
+    """Everything that a report shows."""
+
+    runs: list[ReportedRun]
+    tunings: list[Tuned]
+    comparisons: list[dict[str, Any]]  # their summaries
+    commands: list[str]  # that repeat the runs
+    notices: list[str]
+
+    def metric(self, column: str) -> Metric:
+        """The direction of a column, as the first run that has it and records directions says."""
+        having = [run for run in self.runs if column in run.table or column in run.clients]
+        recorded = [run for run in having if run.summary.metrics]
+        return (recorded or having)[0].summary.metric(column)
+
+    @property
+    def groups(self) -> dict[str, list[ReportedRun]]:
+        """Runs by label, in order."""
+        found: dict[str, list[ReportedRun]] = {}
+        for run in self.runs:
+            found.setdefault(run.label, []).append(run)
+        return found
+
+
+def collect(folders: Sequence[Path], *, drift: int = 0) -> Collection:
+    """Read folders of runs, sweeps and comparisons; other, incomplete and older folders are refused.
+
+    drift: how many first rounds of plain runs are run again, with every local step recorded.
+    """
+    if not folders:
+        raise ConfigError("nothing to report on: name folders of runs, sweeps or comparisons")
+    runs: list[ReportedRun] = []
+    tunings: list[Tuned] = []
+    comparisons: list[dict[str, Any]] = []
+    commands: list[str] = []
+    for folder in folders:
+        if (folder / COMPARE).is_file():
+            summary = _summary(folder, "compare")
+            comparisons.append(summary)
+            runs += _compared(folder, summary)
+            tunings += _tunings(folder, summary)
+            commands.append(f"fedbraid compare {folder / COMPARE}")
+        elif (folder / SWEEP).is_file():
+            summary = _summary(folder, "sweep")
+            label = f"{summary['algorithm']} ({folder.name})"
+            tunings.append(
+                Tuned(label, read_trials(folder / TRIALS), summary["keys"], summary["best"], summary["criterion"])
+            )
+            commands.append(f"fedbraid sweep {folder / SWEEP}")
+        elif (folder / runfolder.CONFIG).is_file():
+            runs.append(_read_run(folder, folder.name, drift))
+            commands.append(f"fedbraid run {folder / runfolder.CONFIG}")
+        elif not folder.exists():
+            raise ConfigError(f"{folder} does not exist")
+        else:
+            raise ConfigError(
+                f"{folder} is no folder of a run, a sweep or a comparison: it has none of {runfolder.CONFIG}, {SWEEP}, "
+                f"{COMPARE}"
+            )
+    runs = _named(runs)
+    return Collection(runs, tunings, comparisons, commands, _notices(runs, comparisons))
+
+
+def _summary(folder: Path, kind: str) -> dict[str, Any]:
+    path = folder / SUMMARY
+    if not path.is_file():
+        raise ConfigError(
+            f"{folder} is incomplete: it has no {SUMMARY}; finish it with fedbraid {kind} --resume {folder}"
+        )
+    summary = json.loads(path.read_text())
+    if summary.get("kind") != kind:
+        raise ConfigError(f"{path} is not the summary of a {kind}: {summary.get('kind')!r}")
+    return summary
+
+
+def _read_run(folder: Path, label: str, drift: int = 0) -> ReportedRun:
+    summary = runfolder.read_summary(folder)
+    if not summary.finished:
+        raise ConfigError(f"the run in {folder} stopped after round {summary.rounds}; finish it: --resume {folder}")
+    config = load_config(folder / runfolder.CONFIG)
+    traced = trace_drift(config, load_named(config), drift) if drift else None
+    table, clients = runfolder.read_metrics(folder), runfolder.read_clients(folder)
+    return ReportedRun(folder, label, config, summary, table, clients, traced)
+
+
+def _compared(folder: Path, summary: Mapping[str, Any]) -> list[ReportedRun]:
+    runs = []
+    for method in summary["methods"]:
+        place = folder / method["folder"]
+        drift = json.loads((place / DRIFT).read_text()) if (place / DRIFT).is_file() else None
+        for seed in summary["seeds"] if method["best"] is not None else ():
+            runs.append(_read_run(place / f"seed-{seed}", method["label"])._replace(drift=drift))
+    return runs
+
+
+def _tunings(folder: Path, summary: Mapping[str, Any]) -> list[Tuned]:
+    if not (folder / TRIALS).is_file():
+        return []
+    rows = read_trials(folder / TRIALS)
+    own = {method["label"]: [row for row in rows if row["method"] == method["label"]] for method in summary["methods"]}
+    return [
+        Tuned(method["label"], own[method["label"]], method["tuned_over"], method["best"], method["tuned_by"])
+        for method in summary["methods"]
+        if own[method["label"]]
+    ]
+
+
+def _named(runs: list[ReportedRun]) -> list[ReportedRun]:
+    """Plain runs that differ only in their seed get one label; equal labels of others get the folder's name added."""
+
+    def method(run: ReportedRun) -> str:
+        # a deployed run has the configuration of a simulated one, and is compared with it
+        return f"{run.summary.deployed} {dump(run.config.model_copy(update={'seed': 0}))}"
+
+    same: dict[str, list[int]] = {}
+    for i, run in enumerate(runs):
+        same.setdefault(method(run) + run.folder.parent.name, []).append(i)
+    named = list(runs)
+    for members in same.values():
+        if len(members) > 1:
+            for i in members:
+                named[i] = named[i]._replace(label=runs[members[0]].label)
+    owners: dict[str, str] = {}
+    for i, run in enumerate(named):
+        key = method(run)
+        if owners.setdefault(run.label, key) != key:
+            named[i] = run._replace(label=f"{run.label} ({run.folder.parent.name})")
+    return named
+
+
+def _notices(runs: Sequence[ReportedRun], comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a reader must know before comparing."""
+
+    def several(values: Sequence[Any]) -> list[str]:
+        return sorted({json.dumps(v, sort_keys=True, default=str) for v in values})
+
+    notices = []
+    data = several([run.config.data.model_dump() for run in runs])
+    if len(data) > 1:
+        names = ", ".join(re.sub(r'["{}]', "", one) for one in data)
+        notices.append(f"These runs are on different data, so their scores do not compare: {names}.")
+    for what, values in (
+        ("models", [run.config.model.model_dump() for run in runs]),
+        ("numbers of rounds", [run.config.rounds for run in runs]),
+        ("versions of fedbraid", [run.summary.version for run in runs]),
+    ):
+        if len(several(values)) > 1:
+            notices.append(f"These runs have different {what}: {', '.join(several(values))}.")
+    for name in dict.fromkeys(name for run in runs for name in run.summary.metrics):
+        if len({run.summary.metrics[name] for run in runs if name in run.summary.metrics}) > 1:
+            notices.append(f"These runs disagree on whether a higher or a lower {name} is better.")
+    for summary in comparisons:
+        for method in summary["methods"]:
+            if method["best"] is None:
+                notices.append(f"{method['label']}: every point of its grid diverged, so it was not run.")
+            elif method["at_edge"]:
+                keys = ", ".join(method["at_edge"])
+                notices.append(f"{method['label']} is best at the edge of its grid ({keys}): try values beyond.")
+    for run in runs:
+        if run.summary.diverged:
+            notices.append(f"{run.label}, seed {run.config.seed}, diverged.")
+    return notices

@@ -1,0 +1,205 @@
+"""What a comparison compares: methods, settings and tuning, read from one TOML file."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedbraid.costs import Cost
+from fedbraid.experiment.config import Config, ConfigError, dump, parse, read_tree, sentences
+from fedbraid.experiment.lab import SweepSettings, parse_settings
+from fedbraid.metric import Better
+
+__all__ = [
+    "CompareSettings",
+    "Comparison",
+    "Method",
+    "Protocol",
+    "cohorts_of",
+    "load_comparison",
+    "reopen_comparison",
+    "write_comparison",
+]
+
+COMPARE = "compare.toml"
+COMMON = "common"  # name of the [algorithm] section of a comparison: it holds the options that all methods share
+Protocol = Literal["rounds", "client-communication", "total-communication"]
+
+
+class Method(BaseModel):
+    """One entry of ``[[methods]]``: an algorithm with its options, and the grid it is tuned over."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str
+    label: str = ""
+    over: dict[str, Any] = {}
+    transforms: list[dict[str, Any]] | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.__pydantic_extra__ or {})
+
+
+class CompareSettings(BaseModel):
+    """The ``[compare]`` section."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    seeds: Annotated[int, Field(ge=1)] = 3
+    protocol: Protocol = "rounds"
+    metric: str | None = None
+    better: Better | None = None  # direction of the metric; default: as the metric declares
+    last: Annotated[int, Field(ge=1)] = 100
+    target: float | None = None
+    drift: Annotated[int, Field(ge=0)] = 2  # rounds whose local steps are recorded; 0: none
+
+
+class Comparison(NamedTuple):
+    """The methods, what they share, and how each is tuned."""
+
+    base: Config
+    methods: tuple[Method, ...]
+    settings: CompareSettings
+    tuning: SweepSettings
+
+    def config(self, i: int, cohort: int | None = None) -> Config:
+        """The configuration of method ``i`` before it is tuned."""
+        method = self.methods[i]
+        common = {} if self.base.algorithm.name != COMMON else self.base.algorithm.options
+        tree = self.base.model_dump()
+        tree["algorithm"] = {"name": method.name, **common, **method.options}
+        if method.transforms is not None:
+            tree["transforms"] = method.transforms
+        if cohort is not None:
+            tree["cohort"] = cohort
+        try:
+            return parse(tree)
+        except ConfigError as error:
+            raise ConfigError(f"method {method.label!r}: {error}") from None
+
+    def tuning_of(self, i: int) -> SweepSettings | None:
+        """How method ``i`` is tuned; None if it declares no grid."""
+        over = {key if "." in key else f"algorithm.{key}": values for key, values in self.methods[i].over.items()}
+        if not over:
+            return None
+        settings = self.settings
+        judged = {"metric": settings.metric, "better": settings.better, "last": settings.last}
+        return self.tuning.model_copy(update={"over": over, **judged})
+
+
+def load_comparison(path: Path | None = None, settings: Sequence[str] = ()) -> Comparison:
+    """A comparison from a TOML file (default: the embedded one), changed by ``key.path=value`` settings.
+
+    >>> [method.label for method in load_comparison().methods][:2]
+    ['FedAvg', 'FedAvgM']
+    """
+    if path is None:
+        tree = tomllib.loads(files("fedbraid.experiment").joinpath("files/compare.toml").read_text())
+        tree = _merged(tree, read_tree(None, settings))
+    else:
+        tree = read_tree(path, settings)
+    methods, section, sweep = tree.pop("methods", None), tree.pop("compare", {}), tree.pop("sweep", {})
+    if not isinstance(methods, list) or not methods:
+        raise ConfigError(
+            'nothing to compare: add [[methods]] entries, each with name = "fedavg" or another algorithm, its options, '
+            'and over = { client_lr = "logspace(-3, 0, 7)" }'
+        )
+    if tree.get("algorithm", {}).get("name", COMMON) != COMMON:
+        raise ConfigError(
+            "in a comparison [algorithm] holds the options that all methods share: move its name to a [[methods]] entry"
+        )
+    base = parse(tree | {"algorithm": {"name": COMMON, **tree.get("algorithm", {})}})
+    try:
+        chosen = CompareSettings.model_validate(section)
+    except ValidationError as error:
+        raise ConfigError(sentences(error, CompareSettings, "compare")) from None
+    if "over" in sweep:
+        raise ConfigError("in a comparison every method declares its own grid: move over from [sweep] to [[methods]]")
+    tuning = parse_settings(sweep)
+    clash = set(tuning.seed_list) & set(range(base.seed, base.seed + chosen.seeds))
+    if clash:
+        raise ConfigError(f"seeds {sorted(clash)} are both tuned and reported on; set another sweep.seed")
+    comparison = Comparison(base, _methods(methods), chosen, tuning)
+    for i, method in enumerate(comparison.methods):
+        for key in method.over:
+            if "." in key and key.split(".")[0] not in ("algorithm", "transforms"):
+                raise ConfigError(f"method {method.label!r}: {key!r} is the same for all methods, so it is not tuned")
+        comparison.config(i)
+    return comparison
+
+
+def _merged(tree: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    for key, value in changes.items():
+        here = tree.get(key)
+        tree[key] = _merged(dict(here), value) if isinstance(here, dict) and isinstance(value, dict) else value
+    return tree
+
+
+def _methods(given: Sequence[Any]) -> tuple[Method, ...]:
+    methods: list[Method] = []
+    for i, one in enumerate(given):
+        try:
+            method = Method.model_validate(one)
+        except ValidationError as error:
+            raise ConfigError(sentences(error, Method, f"methods[{i}]")) from None
+        label = method.label or method.name
+        if folder_name(label) in [folder_name(m.label) for m in methods]:
+            if method.label:
+                raise ConfigError(f"methods[{i}].label = {label!r} is there already; labels must differ")
+            label = f"{label} {1 + sum(m.name == method.name for m in methods)}"
+        methods.append(method.model_copy(update={"label": label}))
+    return tuple(methods)
+
+
+def folder_name(label: str) -> str:
+    """The folder of a method.
+
+    >>> folder_name("FedAvg, 2 epochs")
+    'fedavg-2-epochs'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-") or "method"
+
+
+def cohorts_of(protocol: Protocol, cohort: int, costs: Sequence[Cost]) -> list[int]:
+    """Clients per round of each method: ``cohort`` for the cheapest, and for others as many as cost no more bytes.
+
+    >>> from fedbraid.costs import ExchangeCost
+    >>> fedavg, mime_adam = (Cost((ExchangeCost("train", down, up),), 4) for down, up in ((4, 4), (20, 8)))
+    >>> cohorts_of("total-communication", 20, [fedavg, mime_adam])
+    [20, 5]
+    """
+    if protocol == "rounds":
+        return [cohort] * len(costs)
+    bytes_of = [one.up if protocol == "client-communication" else one.down + one.up for one in costs]
+    budget = cohort * min(bytes_of)
+    for i, each in enumerate(bytes_of):
+        if each > budget:
+            raise ConfigError(
+                f"protocol = {protocol!r}: method number {i + 1} sends {each / min(bytes_of):.3g} times as much per "
+                f"client as the cheapest, so that cohort = {cohort} leaves it no client; take a larger cohort"
+            )
+    return [budget // each for each in bytes_of]
+
+
+def write_comparison(path: Path, comparison: Comparison) -> None:
+    """Write what `load_comparison` reads."""
+    import tomli_w
+
+    tree = tomllib.loads(dump(comparison.base))
+    tree["algorithm"].pop("name")
+    tree["compare"] = comparison.settings.model_dump(mode="json", exclude_none=True)
+    tree["sweep"] = comparison.tuning.model_dump(mode="json", exclude_none=True, exclude={"over"})
+    tree["methods"] = [method.model_dump(mode="json", exclude_none=True) for method in comparison.methods]
+    path.write_text(tomli_w.dumps(tree))
+
+
+def reopen_comparison(folder: Path) -> Comparison:
+    """A stopped comparison to continue."""
+    if not (folder / COMPARE).is_file():
+        raise ConfigError(f"{folder} is not the folder of a comparison: it has no {COMPARE}")
+    return load_comparison(folder / COMPARE)

@@ -1,0 +1,140 @@
+"""The summary of a run: what ``summary.json`` of a run folder holds, however the run was made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import jax
+import numpy as np
+
+import fedbraid
+from fedbraid.experiment.config import Config, ConfigError
+from fedbraid.metric import WORST_TENTH, Better, Metric, directions, is_client_column, metric_of_column
+
+__all__ = ["RunSummary", "current_name", "has_diverged", "summarize_run"]
+
+OLD_WORST_TENTH = "_client_p10"
+FORMAT = 1  # of a run folder as a whole; another format is refused
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run in a few numbers. Simulated, deployed and compared runs have the same fields.
+
+    final: the last value of every evaluated column.
+    metrics: which direction is better, for every evaluated column and every reported metric that has a direction.
+    bytes: sent over the whole run, ``down`` to the clients and ``up`` to the server.
+    engine: how it was computed; the keys depend on the engine.
+
+    >>> summary = RunSummary("fedavg", "digits", "mlp", rounds=2, seconds=0.5, final={"test_rank": 3.0},
+    ...                      metrics={"test_rank": "lower"})
+    >>> summary.rounds_per_second, summary.metric("test_rank_client_worst").better
+    (4.0, 'lower')
+    >>> RunSummary.from_json(summary.to_json()) == summary
+    True
+    """
+
+    algorithm: str
+    data: str
+    model: str
+    rounds: int
+    seconds: float
+    finished: bool = True
+    diverged: bool = False
+    final: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, Better] = field(default_factory=dict)
+    bytes: Mapping[str, int] = field(default_factory=lambda: {"down": 0, "up": 0})
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    params_sha256: str | None = None
+    out: str = ""
+    version: str = fedbraid.__version__
+
+    @property
+    def rounds_per_second(self) -> float:
+        return self.rounds / self.seconds if self.seconds > 0 else float("nan")
+
+    @property
+    def deployed(self) -> bool:
+        return self.engine.get("plan") == "flower"
+
+    def metric(self, column: str) -> Metric:
+        """The direction of a column. Folders of older versions do not say it: then the name must be well known."""
+        try:
+            return metric_of_column(column, [Metric(name, better) for name, better in self.metrics.items()])
+        except ValueError:
+            raise ConfigError(
+                f"{self.out or 'this run'} does not say whether higher or lower {column!r} is better: an older version "
+                f"of fedbraid ({self.version}) wrote it; run its config.toml again"
+            ) from None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, as ``summary.json`` holds it."""
+        rate = self.rounds_per_second
+        return {"format": FORMAT, **asdict(self), "rounds_per_second": rate if np.isfinite(rate) else None}
+
+    @staticmethod
+    def from_json(tree: Mapping[str, Any], where: str = "the summary") -> RunSummary:
+        """The summary in plain data; other formats are refused. ``where`` names its place in error messages."""
+        if tree.get("format") != FORMAT:
+            raise ConfigError(
+                f"{where} has format {tree.get('format')!r} (written by fedbraid {tree.get('version', 'unknown')}), "
+                f"this version reads {FORMAT}: use the version that wrote it, or run its config.toml again"
+            )
+        known = {one.name for one in fields(RunSummary)}
+        missing = [name for name in ("algorithm", "rounds", "seconds", "finished") if name not in tree]
+        if missing:
+            raise ConfigError(f"{where} is incomplete: it has no {', '.join(missing)}; run its config.toml again")
+        given: dict[str, Any] = {"data": "", "model": ""} | {name: tree[name] for name in tree if name in known}
+        given["final"] = {current_name(name): value for name, value in tree.get("final", {}).items()}
+        return RunSummary(**given)
+
+
+def current_name(column: str) -> str:
+    """The name of a column of an older run folder today.
+
+    >>> current_name("test_loss_client_p10")
+    'test_loss_client_worst_tenth'
+    """
+    return column.removesuffix(OLD_WORST_TENTH) + WORST_TENTH if column.endswith(OLD_WORST_TENTH) else column
+
+
+def has_diverged(history: Mapping[str, Any], evaluations: Mapping[str, Any], params: Any = ()) -> bool:
+    """Whether a run diverged: its model or a score over all examples is not finite, or no upload of a round was usable.
+
+    The engine refuses uploads that are not finite. Where all of a round are refused the model no longer moves.
+    """
+    for name, refused in history.items():
+        if name.endswith("/refused"):
+            arrived = np.asarray(history.get(name.removesuffix("refused") + "arrived", np.inf))
+            if bool(((np.asarray(refused) > 0) & (arrived == 0)).any()):
+                return True
+    # a statistic over clients is nan where no client has test examples: that is no divergence
+    pooled = [column for name, column in evaluations.items() if not is_client_column(name)]
+    leaves = [leaf for leaf in map(np.asarray, jax.tree.leaves(params)) if np.issubdtype(leaf.dtype, np.floating)]
+    return not all(bool(np.isfinite(np.asarray(values)).all()) for values in (*pooled, *leaves))
+
+
+def summarize_run(
+    config: Config,
+    table: Mapping[str, np.ndarray],
+    evaluations: Mapping[str, Any],
+    *,
+    seconds: float,
+    declared: Iterable[Metric] = (),
+    **more: Any,
+) -> RunSummary:
+    """The summary of the run whose columns are ``table`` (see `runfolder.columns`); ``more``: further fields."""
+    final = {name: float(np.asarray(column)[-1]) for name, column in evaluations.items() if name != "round"}
+    return RunSummary(
+        algorithm=config.algorithm.name,
+        data=config.data.name,
+        model=config.model.name,
+        rounds=len(table["round"]),
+        seconds=seconds,
+        final=final | ({"epsilon": float(table["epsilon"][-1])} if "epsilon" in table else {}),
+        metrics=directions([*evaluations, *(name for name in table if "/" in name)], declared),
+        bytes={way: int(table[f"bytes_{way}"][-1]) for way in ("down", "up")},
+        **more,
+    )
