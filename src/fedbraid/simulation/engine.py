@@ -144,7 +144,7 @@ def _chunks(run: Callable, gather: bool, chunk: int, slots: Slots, states: PyTre
     """Vmapped chunks, one after the other. Empty slots run a client of one example whose outcome is thrown away."""
     many = len(slots.ids)
     cut = partial(jax.tree.map, lambda leaf: leaf.reshape(many // chunk, chunk, *leaf.shape[1:]))
-    live = (jnp.arange(many) < slots.live[0]).reshape(many // chunk, chunk)
+    live = (jnp.arange(many, dtype=slots.live.dtype) < slots.live[0]).reshape(many // chunk, chunk)
 
     def one_chunk(carry: None, xs: Any) -> tuple[None, Any]:
         slot, state, used = xs

@@ -449,7 +449,9 @@ class _Run:
         number = len(loads)
         for exchange in self.traffic.exchanges:
             log[f"{exchange.name}/bytes_down"] = np.full(number, self.feed.plan.cohort * float(exchange.down))
-            log[f"{exchange.name}/bytes_up"] = log[f"{exchange.name}/arrived"] * float(exchange.up)
+            arrived = log[f"{exchange.name}/arrived"]
+            arrived = arrived.astype(jnp.result_type(float)) if is_traced(arrived) else arrived
+            log[f"{exchange.name}/bytes_up"] = arrived * float(exchange.up)
         self.logs.append(log)
         self.done += number
         flat = [load for row in loads for load in row]
