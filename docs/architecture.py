@@ -31,6 +31,8 @@ PLACES = {
     "core": (140, 8),
     "notices": (270, 8),
     "address": (407, 8),
+    "problems": (545, 8),
+    "units": (680, 8),
 }
 STATIONS = (  # the way of a run: what, where, and a word on it
     ("configuration", "experiment", "TOML and --set, checked"),

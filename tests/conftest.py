@@ -59,7 +59,8 @@ def _only_expected_notices():
     assert not texts, f"unexpected notices: {texts}"
 
 
-ROW = re.compile(r"tests/(?:test_laws|flower/test_zoo)\.py::.*\[([\w:]+)\]$")
+# a test of one row of the zoo: its id ends with the row, or with the row and a number
+ROW = re.compile(r"tests/(?:test_laws|flower/test_zoo)\.py::.*\[(?:.*-)?((?:transform:)?[a-z_]+)(?::\d+)?\]$")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -78,7 +79,14 @@ def pytest_xdist_make_scheduler(config, log):
 
 def pytest_collection_modifyitems(items):
     """Rehearsals first: they mostly wait, while the other worker computes. Rows last: they are small and many."""
-    items.sort(key=lambda item: (not item.path.match("flower/test_rehearsal.py"), bool(ROW.search(item.nodeid))))
+    rows: dict[str, int] = {}
+
+    def place(item) -> tuple[bool, int]:
+        row = ROW.search(item.nodeid)
+        number = rows.setdefault(row[1], len(rows) + 1) if row else 0  # a row's tests follow each other: they share
+        return not item.path.match("flower/test_rehearsal.py"), number
+
+    items.sort(key=place)
 
 
 def pytest_collection_finish():

@@ -1,7 +1,13 @@
-"""The laws that every algorithm and every transform obeys, over the whole zoo."""
+"""The laws that every algorithm and every transform obeys, over the whole zoo.
+
+All of them run under strict dtype promotion: no operation of the library may rely on JAX converting a count or a flag
+to a real number by itself. Laws marked ``core`` are the ones that ``make check`` runs.
+"""
 
 import functools
+import inspect
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +18,27 @@ import fedbraid as fb
 from fedbraid import address
 from fedbraid.core import Aggregate, message_shapes, reduce_reports
 from fedbraid.costs import data_shapes
+from fedbraid.data.federated import Split
 from fedbraid.local import ClientData, LocalWork
-from fedbraid.simulation import bernoulli, run, simulate
+from fedbraid.simulation import bernoulli, simulate
 from fedbraid.simulation.plan import cohorts_of
-from zoo import ALGORITHMS, ROWS, TRANSFORMS, clients, gradient, loss, optimum, start
+from shared_programs import compiled, program, sharing
+from zoo import ALGORITHMS, IMAGES, LOCAL, ROWS, TRANSFORMS, clients, gradient, optimum, start
 
 RAGGED = {"batch_size": 2, "epochs": 1}  # batches that do not divide any client's examples evenly
-WHOLE = {"batch_size": None, "steps": 2}  # no randomness
+WHOLE = {"batch_size": None, "steps": 2}  # full batches, which need no shuffling
 LOSSY = bernoulli(0.5)
 ROUNDS, COHORT = 4, 2
+LONG = 3000  # rounds to the optimum
+ROUNDING = {"float64": 1e-9, "float32": 2e-4}  # results that differ by rounding, after a few rounds
 every_row = pytest.mark.parametrize("name", list(ROWS))
+core = pytest.mark.core
 
-pytestmark = pytest.mark.usefixtures("x64")
+
+@pytest.fixture(autouse=True)
+def _double_precision_and_strict():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        yield
 
 
 def close(a, b, tolerance=1e-9):
@@ -34,6 +49,10 @@ def close(a, b, tolerance=1e-9):
 def same_bits(a, b):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def differ(a, b):
+    return any((np.asarray(x) != np.asarray(y)).any() for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
 
 
 def interpret(alg, split, *, rounds, cohort, seed=0, arrival=None):
@@ -87,23 +106,35 @@ def _telling_seed():
     raise AssertionError("no such seed")
 
 
+seed = functools.cache(_telling_seed)
+
+
+# --- runs that several laws look at: each is computed once for its row ------------------------------------------------
+
+
 @functools.cache
-def lossy_run(name):
+def made(name, settings):
+    return ROWS[name].make(**dict(settings))
+
+
+def ragged(name):
+    return made(name, tuple(RAGGED.items()))
+
+
+def whole(name):
+    return made(name, tuple(WHOLE.items()))
+
+
+@functools.cache
+def lossy_run(name, dtype="float64"):
     """Rounds of partial, lossy cohorts in portions of two, on one device; and how often the program was compiled."""
-    programs, portions, make = [], [], run.compile_rounds
-
-    def spy(*args, **options):
-        programs.append(make(*args, **options))
-        return programs[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "WINDOW", 2)
-        patch.setattr(run, "compile_rounds", spy)
-        alg = ROWS[name].make(**RAGGED)
+    portions = []
+    with jax.enable_x64(dtype == "float64"), sharing(window=2):
+        alg = ragged(name)
         result = simulate(
             alg,
             start(),
-            clients(),
+            clients(dtype=dtype),
             rounds=ROUNDS,
             cohort=COHORT,
             seed=seed(),
@@ -111,55 +142,89 @@ def lossy_run(name):
             devices=1,
             on_progress=lambda progress: portions.append(progress.round),
         )
-    assert len(portions) >= 2
-    return result, programs[0].rounds._cache_size()
+        assert len(portions) >= 2
+        return result, compiled(alg)
 
 
-seed = functools.cache(_telling_seed)
+@functools.cache
+def plain_run(name, dtype="float64"):
+    """The same rounds by the plain reading: parameters, and the states of all clients stacked."""
+    with jax.enable_x64(dtype == "float64"):
+        params, states = interpret(
+            ragged(name), clients(dtype=dtype), rounds=ROUNDS, cohort=COHORT, seed=seed(), arrival=LOSSY
+        )
+        return params, jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
 
 
+def whole_run(alg, rounds, split=None):
+    """The first rounds of a long run with everyone and full batches: one program however many rounds are taken."""
+    done = []
+
+    def stop(progress):
+        done.append(progress.round)
+        return progress.round >= rounds
+
+    split = clients() if split is None else split
+    # a notice of progress after every round, but for the long run
+    options = {} if rounds == LONG else {"on_progress": stop}
+    with sharing():
+        result = simulate(alg, start(), split, rounds=LONG, devices=1, **options)
+    assert rounds == LONG or done == list(range(1, rounds + 1))
+    return result
+
+
+@functools.cache
+def two_rounds(name):
+    return whole_run(whole(name), 2)
+
+
+# --- the engine ------------------------------------------------------------------------------------------------------
+
+
+@core
 @every_row
-def test_engine_is_the_plain_reading(name):
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_engine_is_the_plain_reading(name, dtype):
     """The compiled engine does what the abstraction says; states commit, and the server moves, only on arrival."""
-    params, states = interpret(
-        ROWS[name].make(**RAGGED), clients(), rounds=ROUNDS, cohort=COHORT, seed=seed(), arrival=LOSSY
-    )
-    result, _ = lossy_run(name)
-    close(result.params, params)
-    close(result.states, jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
+    params, states = plain_run(name, dtype)
+    result, _ = lossy_run(name, dtype)
+    assert {leaf.dtype for leaf in jax.tree.leaves(result.params)} == {np.dtype(dtype)}
+    close(result.params, params, ROUNDING[dtype])
+    close(result.states, states, ROUNDING[dtype])
     assert result.info.masked_share == 0
 
 
 @every_row
 def test_round_two_onward_compiles_nothing(name):
-    _, compiled = lossy_run(name)
-    assert compiled == 1
+    assert lossy_run(name)[1] == [1]
 
 
 @every_row
-def test_plan_devices_and_portions_change_nothing(name):
-    """Lanes on two devices (an algorithm of opaque clients runs in chunks there) against one client after the other."""
-    alg, (one, _) = ROWS[name].make(**RAGGED), lossy_run(name)
-    spread = simulate(
-        alg,
-        start(),
-        clients(),
-        rounds=ROUNDS,
-        cohort=COHORT,
-        seed=seed(),
-        arrival=LOSSY,
-        devices=2,
-        plan="lanes",
-        chunk=1,
-    )
-    close(one.params, spread.params)
-    close(one.states, spread.states)
+@pytest.mark.parametrize(("dtype", "plan", "chunk"), [("float64", "lanes", 1), ("float32", "chunks", 2)])
+def test_plan_devices_and_portions_change_nothing(name, dtype, plan, chunk):
+    """Lanes or chunks on two devices (opaque clients run in chunks in both) against one client after the other."""
+    with jax.enable_x64(dtype == "float64"):
+        spread = simulate(
+            ragged(name),
+            start(),
+            clients(dtype=dtype),
+            rounds=ROUNDS,
+            cohort=COHORT,
+            seed=seed(),
+            arrival=LOSSY,
+            devices=2,
+            plan=plan,
+            chunk=chunk,
+        )
+    one, _ = lossy_run(name, dtype)
+    close(one.params, spread.params, ROUNDING[dtype])
+    close(one.states, spread.states, ROUNDING[dtype])
 
 
 @every_row
 def test_a_client_never_asked_keeps_its_state_bit_for_bit(name):
     result, _ = lossy_run(name)
-    alg = ROWS[name].make(**RAGGED)
+    alg = ragged(name)
     asked = {i for r in range(ROUNDS) for ids in cohorts_of(alg, seed(), r, 5, COHORT) for i in ids.tolist()}
     assert len(asked) < 5
     for i in set(range(5)) - asked:
@@ -175,11 +240,38 @@ def test_same_seed_same_bits(plan):
     assert np.asarray(other.params["w"]).tobytes() != np.asarray(a.params["w"]).tobytes()
 
 
+@core
+@every_row
+def test_the_order_of_the_clients_changes_nothing(name, monkeypatch):
+    """Client i of the data becomes client order[i]: same parameters and server state, and states in the new order.
+
+    With everyone and full batches most rows draw no random numbers on clients, and then this holds as it stands. Where
+    clients do draw, their keys, which are addressed by their numbers, follow them: nothing else depends on a number.
+    """
+    plain = two_rounds(name)
+    order = np.array([3, 0, 4, 2, 1])  # the old numbers of the clients in their new places
+    if ROWS[name].draws:
+        key = address.client_key
+        monkeypatch.setattr(address, "client_key", lambda exchange, i: key(exchange, jnp.asarray(order)[i]))
+        alg = ROWS[name].make(**WHOLE)  # apart from the shared one, whose program has other keys
+    else:
+        alg = whole(name)
+    split = clients()
+    moved = whole_run(alg, 2, Split.from_clients([split.client(i) for i in order]))
+    close(moved.params, plain.params)
+    close(moved.server, plain.server)
+    close(moved.states, jax.tree.map(lambda leaf: leaf[order], plain.states))
+
+
+# --- the algorithm ---------------------------------------------------------------------------------------------------
+
+
+@core
 @every_row
 def test_sign(name):
     """One round with everyone moves against the gradient."""
     x = start()
-    moved = simulate(ROWS[name].make(**WHOLE), x, clients(), rounds=1, devices=1).params
+    moved = whole_run(whole(name), 1).params
     parts = zip(*map(jax.tree.leaves, (x, moved, gradient(x, clients()))), strict=True)
     assert sum(jnp.vdot(a - b, g) for a, b, g in parts) > 0
 
@@ -187,7 +279,7 @@ def test_sign(name):
 @every_row
 def test_an_upload_of_weight_zero_counts_for_nothing(name):
     """For the reduction itself, on uploads of the row's own kind but with numbers at random."""
-    alg, rng = ROWS[name].make(**WHOLE), np.random.default_rng(0)
+    alg, rng = whole(name), np.random.default_rng(0)
 
     def some(leaf):
         if jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -205,18 +297,15 @@ def test_an_upload_of_weight_zero_counts_for_nothing(name):
 
 
 @pytest.mark.parametrize("name", [n for n, row in ROWS.items() if row.invariant])
-def test_invariant_under_loss(name):
-    row = ROWS[name]
-    full = simulate(row.make(**RAGGED), start(), clients(), rounds=6, cohort=3, devices=1)
-    for result in (full, lossy_run(name)[0]):
-        assert row.invariant(result.server, result.states) < 1e-9
+def test_invariant_with_everyone_and_under_loss(name):
+    for result in (two_rounds(name), lossy_run(name)[0]):
+        assert ROWS[name].invariant(result.server, result.states) < 1e-9
 
 
 @pytest.mark.parametrize("name", [n for n, row in ROWS.items() if row.exact])
 def test_optimum_is_a_fixed_point(name):
     """Long enough with everyone, it arrives at the optimum that NumPy finds."""
-    result = simulate(ROWS[name].make(**WHOLE), start(), clients(), rounds=3000, devices=1)
-    close(result.params, optimum(), 1e-8)
+    close(whole_run(whole(name), LONG).params, optimum(), 1e-8)
 
 
 @every_row
@@ -226,14 +315,58 @@ def test_refusals_name_the_argument(name):
             call()
 
 
-def test_a_sweep_is_a_vmap():
-    def run_one(lr):
-        return simulate(fb.fedavg(loss, client_lr=lr, **RAGGED), start(), clients(), rounds=2, cohort=3).params
+# --- how it is built and computed ------------------------------------------------------------------------------------
 
-    rates = jnp.array([0.01, 0.05])
+VARIED = [
+    (name, i)
+    for name, row in ROWS.items()
+    for i in range(-1 if row.rates else 0, len(row.varied))  # -1: the row's own options
+]
+
+
+@pytest.mark.parametrize(("name", "which"), [pytest.param(n, i, id=f"{n}:{i}" if i >= 0 else n) for n, i in VARIED])
+def test_a_sweep_over_every_rate_is_a_vmap(name, which):
+    """Two values of all rates at once, traced in one program, give what two runs with plain numbers give."""
+    row = ROWS[name]
+    options, second = ({}, row.rates) if which < 0 else row.varied[which]
+    first = row.first(second, options)
+
+    def run_one(rates):
+        result = simulate(row.make(**WHOLE, **{**options, **rates}), start(), clients(), rounds=2, devices=1)
+        return result.params, result.server, result.states
+
+    shared = two_rounds(name) if which < 0 else None
+    alone = [run_one(first) if shared is None else (shared.params, shared.server, shared.states), run_one(dict(second))]
+    assert differ(alone[0][0], alone[1][0])
+    rates = {option: jnp.array([first[option], second[option]]) for option in second}
     together = jax.vmap(run_one)(rates)
-    for i, lr in enumerate(rates):
-        close(jax.tree.map(lambda leaf, i=i: leaf[i], together), run_one(float(lr)))
+    for i, one in enumerate(alone):
+        close(jax.tree.map(lambda leaf, i=i: leaf[i], together), one)
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_every_rate_is_in_its_row(name):
+    """Options that may be traced are annotated ``Any``; all of them are in the law above."""
+    row = ROWS[name]
+    named = {option for option, p in inspect.signature(row.factory).parameters.items() if p.annotation in ("Any", Any)}
+    named -= {"params", *LOCAL}  # fedsplit's params are a tree
+    assert named == {*row.rates, *(option for varied in row.varied for option in varied.rates)}
+
+
+@every_row
+def test_convolutions_rewritten_and_native_agree(name):
+    """On a network with a convolution; the program has none left where they are rewritten."""
+    alg, options = ROWS[name].make(IMAGES, **WHOLE), {"rounds": 2, "cohort": 2, "devices": 1}
+    with sharing():
+        fast, native = (
+            simulate(alg, IMAGES.start(), IMAGES.clients(), convolutions=how, **options) for how in ("fast", "native")
+        )
+    assert "stablehlo.convolution" in program(alg, convolutions="native")
+    assert "stablehlo.convolution" not in program(alg, convolutions="fast")
+    close(fast.params, native.params)
+    close(fast.server, native.server)
+    close(fast.states, native.states)
+    assert differ(fast.params, IMAGES.start())
 
 
 def test_every_algorithm_and_transform_has_a_row():

@@ -1,12 +1,13 @@
-"""Every algorithm and transform, one row each, on one small problem: the laws of test_laws.py run over all rows.
+"""Every algorithm and transform, one row each, on small problems: the laws of test_laws.py run over all rows.
 
-The problem is heterogeneous least squares: five clients of 3 to 9 examples, each with its own optimum. ``make(...)``
-builds a row's algorithm on it; ``local`` is how clients walk over their data, and a row without local steps ignores it.
+``Row.make`` builds a row's algorithm on a problem. The usual problem is heterogeneous least squares: five clients of 3
+to 9 examples, each with its own optimum. ``IMAGES`` has a convolution.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -23,17 +24,22 @@ from fedbraid.transforms.uploads import Extended
 SIZES = (3, 9, 4, 7, 5)
 
 
-def clients(seed: int = 0) -> Split:
+def clients(seed: int = 0, dtype: Any = np.float64) -> Split:
     rng = np.random.default_rng(seed)
     out = []
     for i, n in enumerate(SIZES):
         x = rng.normal(size=(n, 3))
-        out.append({"x": x, "y": x @ (rng.normal(size=3) + i) + 0.5 * rng.normal(size=n)})
+        y = x @ (rng.normal(size=3) + i) + 0.5 * rng.normal(size=n)
+        out.append({"x": x.astype(dtype), "y": y.astype(dtype)})
     return Split.from_clients(out)
 
 
+def _outputs(params: Any, batch: dict) -> Any:
+    return batch["x"] @ params["w"] + params["b"]
+
+
 def loss(params: Any, batch: dict, key: Any) -> Any:
-    residual = batch["x"] @ params["w"] + params["b"] - batch["y"]
+    residual = _outputs(params, batch) - batch["y"]
     return masked_mean(0.5 * residual**2, batch["mask"])
 
 
@@ -41,18 +47,99 @@ def start() -> dict[str, Any]:
     return {"w": jnp.array([0.3, -0.2, 0.1]), "b": jnp.array(0.5)}
 
 
+class Problem(NamedTuple):
+    """What a row's algorithm is built on."""
+
+    loss: Callable[[Any, dict, Any], Any]
+    outputs: Callable[[Any, dict], Any]  # (params, batch) -> the model's outputs
+    start: Callable[[], Any]
+    clients: Callable[[], Split]
+
+
+SQUARES = Problem(loss, _outputs, start, clients)
+
+
+# --- a problem with a convolution ------------------------------------------------------------------------------------
+
+
+def _network(params: Any, batch: dict) -> Any:
+    """A 3 x 3 convolution of two channels, tanh, a dense layer."""
+    layout = ("NHWC", "HWIO", "NHWC")
+    hidden = jnp.tanh(jax.lax.conv_general_dilated(batch["x"], params["kernel"], (1, 1), "VALID", None, None, layout))
+    return hidden.reshape(len(hidden), -1) @ params["w"] + params["b"]
+
+
+def _network_loss(params: Any, batch: dict, key: Any) -> Any:
+    residual = _network(params, batch) - batch["y"]
+    return masked_mean(0.1 * residual**2, batch["mask"])  # flat enough that proximal points exist
+
+
+def _network_start() -> dict[str, Any]:
+    rng = np.random.default_rng(1)
+    kernel, w = rng.normal(size=(3, 3, 1, 2)) / 3, rng.normal(size=8) / 3
+    return {"kernel": jnp.asarray(kernel), "w": jnp.asarray(w), "b": jnp.array(0.1)}
+
+
+def _pictures() -> Split:
+    rng = np.random.default_rng(2)
+    return Split.from_clients(
+        [{"x": rng.normal(size=(n, 4, 4, 1)), "y": 0.3 * n + rng.normal(size=n)} for n in (2, 3, 4)]
+    )
+
+
+IMAGES = Problem(_network_loss, _network, _network_start, _pictures)
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+LOCAL = ("batch_size", "epochs", "steps", "shuffle")  # how clients walk over their data
+
+
+class Varied(NamedTuple):
+    """Rates that only matter under other options of the row: all of them with a second value."""
+
+    options: Mapping[str, Any]
+    rates: Mapping[str, float]
+
+
 class Row(NamedTuple):
     """One algorithm or transform.
 
+    options: what the laws run it with.
+    local: those of the local options (batch_size, epochs, steps, shuffle) that it takes; it ignores others.
+    rates: the options that may be traced, each with a second value; the first is the row's own. ``varied``: more such.
+    over: for a transform, the algorithm that it is put over.
+    draws: clients draw random numbers even with full batches.
     invariant: (server, states) -> largest violation, for stateful ones; states are stacked over clients.
     exact: with full participation and full batches it stops at the optimum of the mean of the client losses.
     refuses: calls that must raise ValueError, with a word that the message must contain.
     """
 
-    make: Callable[..., Algorithm]
+    factory: Callable[..., Algorithm]
+    options: Mapping[str, Any] = {}
+    local: tuple[str, ...] = LOCAL
+    rates: Mapping[str, float] = {}
+    varied: tuple[Varied, ...] = ()
+    over: Callable[..., Algorithm] | None = None
+    draws: bool = False
     invariant: Callable[[Any, Any], Any] | None = None
     exact: bool = False
     refuses: tuple[tuple[Callable[[], Any], str], ...] = ()
+
+    def make(self, problem: Problem = SQUARES, **given: Any) -> Algorithm:
+        """The row's algorithm; ``given`` are local options and others, which go before the row's own."""
+        local = {name: value for name, value in given.items() if name in LOCAL and name in self.local}
+        options = {**self.options, **{name: value for name, value in given.items() if name not in LOCAL}}
+        if self.over is None:
+            return self.factory(problem.loss, **options, **local)
+        inner = self.over(problem.loss, client_lr=0.05, **local)
+        outputs = (problem.outputs,) if self.factory is tf.elastic else ()
+        return self.factory(inner, *outputs, **options)
+
+    def first(self, rates: Mapping[str, float], options: Mapping[str, Any] = {}) -> dict[str, Any]:
+        """The row's own values of these rates."""
+        defaults = {name: p.default for name, p in inspect.signature(self.factory).parameters.items()}
+        return {name: {**defaults, **self.options, **options}[name] for name in rates}
 
 
 def _refuse_rates(factory: Callable, *names: str) -> tuple:
@@ -65,11 +152,20 @@ def _gap(mean: Any, states: Any) -> Any:
     return max(jnp.abs(m - own.mean(0)).max() for m, own in pairs)
 
 
+BATCHES = ("batch_size",)  # of the local options
+BOTH = {"client_lr": 0.02, "server_lr": 0.7}  # second values
+ADAM = {"base": "adam", "b1": 0.9, "b2": 0.99, "eps": 0.1, "initial": 0.1}
+ADAM_RATES = {"b1": 0.5, "b2": 0.9, "eps": 0.2, "initial": 0.2}
+# of the solvers that iterate
+SOLVER = {"prox": "accelerated", "max_steps": 4, "tolerance": 0.5, "strong_convexity": 0.1, "smoothness": 20.0}
+SOLVER_RATES = {"tolerance": 0.1, "strong_convexity": 0.2, "smoothness": 30.0}
+
 ALGORITHMS: dict[str, Row] = {
     "local_update": Row(
-        lambda **local: fb.local_update(
-            loss, gamma=0.05, alpha=0.1, theta=(1.0, 0.0, 2.0), batch_size=local.get("batch_size", 2)
-        ),
+        fb.local_update,
+        {"gamma": 0.05, "alpha": 0.1, "theta": (1.0, 0.0, 2.0)},
+        BATCHES,
+        rates={"gamma": 0.02, "alpha": 0.0, "server_lr": 0.05},
         refuses=(
             (lambda: fb.local_update(loss, gamma=-0.1), "gamma"),
             (lambda: fb.local_update(loss, gamma=0.1, alpha=-1.0), "alpha"),
@@ -87,36 +183,38 @@ ALGORITHMS: dict[str, Row] = {
         ),
     ),
     "minibatch_sgd": Row(
-        lambda **local: fb.minibatch_sgd(loss, lr=0.1, batch_size=local.get("batch_size", 2)),
-        refuses=_refuse_rates(fb.minibatch_sgd, "lr"),
+        fb.minibatch_sgd, {"lr": 0.1}, BATCHES, rates={"lr": 0.05}, refuses=_refuse_rates(fb.minibatch_sgd, "lr")
     ),
     "fedsgd": Row(
-        lambda **local: fb.fedsgd(loss, server_lr=0.05, **local), refuses=_refuse_rates(fb.fedsgd, "server_lr")
+        fb.fedsgd, {"server_lr": 0.05}, rates={"server_lr": 0.02}, refuses=_refuse_rates(fb.fedsgd, "server_lr")
     ),
-    "lookahead": Row(
-        lambda **local: fb.lookahead(loss, client_lr=0.05, **local), refuses=_refuse_rates(fb.lookahead, "client_lr")
-    ),
+    "lookahead": Row(fb.lookahead, {"client_lr": 0.05}, rates=BOTH, refuses=_refuse_rates(fb.lookahead, "client_lr")),
     "fedavg": Row(
-        lambda **local: fb.fedavg(loss, client_lr=0.05, **local),
-        refuses=_refuse_rates(fb.fedavg, "client_lr", "server_lr"),
+        fb.fedavg, {"client_lr": 0.05}, rates=BOTH, refuses=_refuse_rates(fb.fedavg, "client_lr", "server_lr")
     ),
-    "reptile": Row(
-        lambda **local: fb.reptile(loss, client_lr=0.05, **local), refuses=_refuse_rates(fb.reptile, "client_lr")
-    ),
+    "reptile": Row(fb.reptile, {"client_lr": 0.05}, rates=BOTH, refuses=_refuse_rates(fb.reptile, "client_lr")),
     "fedprox": Row(
-        lambda **local: fb.fedprox(loss, client_lr=0.05, alpha=0.5, **local),
+        fb.fedprox,
+        {"client_lr": 0.05, "alpha": 0.5},
+        rates={**BOTH, "alpha": 0.0},
         refuses=_refuse_rates(fb.fedprox, "alpha", "client_lr"),
     ),
     "meta_minibatch_prox": Row(
-        lambda **local: fb.meta_minibatch_prox(loss, client_lr=0.05, **local),
+        fb.meta_minibatch_prox,
+        {"client_lr": 0.05},
+        rates={**BOTH, "alpha": 0.5},
         refuses=_refuse_rates(fb.meta_minibatch_prox, "alpha"),
     ),
     "fomaml": Row(
-        lambda **local: fb.fomaml(loss, client_lr=0.02, server_lr=0.1, **local),
+        fb.fomaml,
+        {"client_lr": 0.02, "server_lr": 0.1},
+        rates={"client_lr": 0.01, "server_lr": 0.2},
         refuses=_refuse_rates(fb.fomaml, "client_lr"),
     ),
     "fedavgm": Row(
-        lambda **local: fb.fedavgm(loss, client_lr=0.05, **local),
+        fb.fedavgm,
+        {"client_lr": 0.05},
+        rates={**BOTH, "momentum": 0.5},
         refuses=(
             *_refuse_rates(fb.fedavgm, "momentum"),
             (lambda: fb.fedavgm(loss, momentum=1.0), "momentum"),
@@ -124,24 +222,45 @@ ALGORITHMS: dict[str, Row] = {
         ),
     ),
     "fedadam": Row(
-        lambda **local: fb.fedadam(loss, client_lr=0.05, **local), refuses=_refuse_rates(fb.fedadam, "tau", "b1")
+        fb.fedadam,
+        {"client_lr": 0.05},
+        rates={**BOTH, "b1": 0.5, "b2": 0.9, "tau": 0.01},
+        refuses=_refuse_rates(fb.fedadam, "tau", "b1"),
     ),
     "fedyogi": Row(
-        lambda **local: fb.fedyogi(loss, client_lr=0.05, **local), refuses=_refuse_rates(fb.fedyogi, "tau", "b2")
+        fb.fedyogi,
+        {"client_lr": 0.05},
+        rates={**BOTH, "b1": 0.5, "b2": 0.9, "tau": 0.01},
+        refuses=_refuse_rates(fb.fedyogi, "tau", "b2"),
     ),
     "fedadagrad": Row(
-        lambda **local: fb.fedadagrad(loss, client_lr=0.05, **local), refuses=_refuse_rates(fb.fedadagrad, "tau")
+        fb.fedadagrad,
+        {"client_lr": 0.05},
+        rates={**BOTH, "b1": 0.5, "tau": 0.01},
+        refuses=_refuse_rates(fb.fedadagrad, "tau"),
     ),
     "fedgd": Row(
-        lambda **local: fb.fedgd(loss, step=0.05, local_steps=2),
+        fb.fedgd,
+        {"step": 0.05, "local_steps": 2},
+        (),
+        rates={"step": 0.02},
         refuses=(*_refuse_rates(fb.fedgd, "step"), (lambda: fb.fedgd(loss, objective="total"), "objective")),
     ),
     "fedprox_exact": Row(
-        lambda **local: fb.fedprox_exact(loss, step=0.5, prox="closed-form"),
+        fb.fedprox_exact,
+        {"step": 0.5, "prox": "closed-form"},
+        (),
+        rates={"step": 0.2, "server_lr": 0.7},
+        varied=(Varied(SOLVER, SOLVER_RATES),),
         refuses=(*_refuse_rates(fb.fedprox_exact, "step"), (lambda: fb.fedprox_exact(loss, prox="exact"), "prox")),
     ),
     "fedsplit": Row(
-        lambda **local: fb.fedsplit(loss, step=0.5, prox="closed-form", relaxation=1.0),
+        fb.fedsplit,
+        {"step": 0.5, "prox": "closed-form", "relaxation": 1.0},
+        (),
+        rates={"step": 0.2, "relaxation": 0.5},
+        # without a step, l and L set it
+        varied=(Varied({**SOLVER, "step": None, "regularization": 0.2}, {**SOLVER_RATES, "regularization": 0.1}),),
         invariant=lambda server, states: max(
             jnp.abs(x - z.mean(0)).max()
             for x, z in zip(jax.tree.leaves(server.params), jax.tree.leaves(states.z), strict=True)
@@ -154,7 +273,11 @@ ALGORITHMS: dict[str, Row] = {
         ),
     ),
     "maml": Row(
-        lambda **local: fb.maml(loss, client_lr=0.02, steps=2, server_lr=0.1, batch_size=local.get("batch_size", 2)),
+        fb.maml,
+        {"client_lr": 0.02, "steps": 2, "server_lr": 0.1},
+        BATCHES,
+        rates={"client_lr": 0.01, "alpha": 0.5, "server_lr": 0.2},
+        draws=True,  # which examples are support and which are query
         refuses=(
             *_refuse_rates(fb.maml, "client_lr", "alpha", "server_lr"),
             (lambda: fb.maml(loss, support=0.0), "support"),
@@ -163,21 +286,27 @@ ALGORITHMS: dict[str, Row] = {
         ),
     ),
     "server_only": Row(
-        lambda **local: fb.server_only(
-            loss, base="momentum", lr=0.1, weighting="uniform", batch_size=local.get("batch_size", 2)
-        ),
+        fb.server_only,
+        {"base": "momentum", "beta": 0.9, "lr": 0.1, "weighting": "uniform"},
+        BATCHES,
+        rates={"lr": 0.05, "beta": 0.5},
+        varied=(Varied({**ADAM, "beta": None}, ADAM_RATES),),
         exact=True,
         refuses=(*_refuse_rates(fb.server_only, "lr"), (lambda: fb.server_only(loss, base="newton"), "base")),
     ),
     "server_only_mvr": Row(
-        lambda **local: fb.server_only_mvr(
-            loss, a=0.3, lr=0.1, weighting="uniform", batch_size=local.get("batch_size", 2)
-        ),
+        fb.server_only_mvr,
+        {"a": 0.3, "lr": 0.1, "weighting": "uniform"},
+        BATCHES,
+        rates={"a": 0.6, "lr": 0.05},
         exact=True,
         refuses=_refuse_rates(fb.server_only_mvr, "a", "lr"),
     ),
     "mime": Row(
-        lambda **local: fb.mime(loss, base="momentum", client_lr=0.05, weighting="uniform", **local),
+        fb.mime,
+        {"base": "momentum", "beta": 0.9, "client_lr": 0.05, "weighting": "uniform"},
+        rates={**BOTH, "beta": 0.5},
+        varied=(Varied({**ADAM, "beta": None}, ADAM_RATES),),
         exact=True,
         refuses=(
             *_refuse_rates(fb.mime, "client_lr", "server_lr", "beta"),
@@ -186,25 +315,41 @@ ALGORITHMS: dict[str, Row] = {
         ),
     ),
     "mimelite": Row(
-        lambda **local: fb.mimelite(loss, base="adam", client_lr=0.01, protocol="split-cohort", **local),
+        fb.mimelite,
+        {**ADAM, "eps": 1e-3, "initial": 0.0, "client_lr": 0.01, "protocol": "split-cohort"},
+        rates={"client_lr": 0.005, "server_lr": 0.7, **ADAM_RATES},
+        varied=(
+            Varied(
+                {"base": "momentum", "beta": 0.9, "b1": None, "b2": None, "eps": None, "initial": None}, {"beta": 0.5}
+            ),
+        ),
         refuses=_refuse_rates(fb.mimelite, "client_lr", "server_lr"),
     ),
     "locmime": Row(
-        lambda **local: fb.locmime(loss, base="momentum", client_lr=0.05, weighting="uniform", **local),
+        fb.locmime,
+        {"base": "momentum", "beta": 0.9, "client_lr": 0.05, "weighting": "uniform"},
+        rates={**BOTH, "beta": 0.5},
+        varied=(Varied({**ADAM, "beta": None}, ADAM_RATES),),
         exact=True,
         refuses=_refuse_rates(fb.locmime, "client_lr", "server_lr"),
     ),
-    "mime_mvr": Row(  # a lagged one stands still in its first round, so the sign shows under another protocol
-        lambda **local: fb.mime_mvr(loss, a=0.3, client_lr=0.05, protocol="two-phase", weighting="uniform", **local),
+    "mime_mvr": Row(  # with protocol="lagged" it does not move in its first round, so the law of signs needs another
+        fb.mime_mvr,
+        {"a": 0.3, "client_lr": 0.05, "protocol": "two-phase", "weighting": "uniform"},
+        rates={**BOTH, "a": 0.6},
         exact=True,
         refuses=_refuse_rates(fb.mime_mvr, "a", "client_lr", "server_lr"),
     ),
     "mimelite_mvr": Row(
-        lambda **local: fb.mimelite_mvr(loss, a=0.3, client_lr=0.05, **local),
+        fb.mimelite_mvr,
+        {"a": 0.3, "client_lr": 0.05},
+        rates={**BOTH, "a": 0.6},
         refuses=_refuse_rates(fb.mimelite_mvr, "a", "client_lr", "server_lr"),
     ),
     "scaffold": Row(
-        lambda **local: fb.scaffold(loss, client_lr=0.05, weighting="examples", **local),
+        fb.scaffold,
+        {"client_lr": 0.05, "weighting": "examples"},
+        rates=BOTH,
         invariant=lambda server, states: _gap(server.c, states),
         exact=True,
         refuses=(
@@ -213,20 +358,20 @@ ALGORITHMS: dict[str, Row] = {
         ),
     ),
     "feddyn": Row(
-        lambda **local: fb.feddyn(loss, alpha=1.0, client_lr=0.05, **local),
+        fb.feddyn,
+        {"client_lr": 0.05, "alpha": 1.0},
+        rates={"client_lr": 0.02, "alpha": 2.0},
         invariant=lambda server, states: _gap(server.h, states),
         exact=True,
         refuses=_refuse_rates(fb.feddyn, "alpha", "client_lr"),
     ),
     "fednova": Row(
-        lambda **local: fb.fednova(loss, client_lr=0.05, rho=0.5, alpha=0.1, **local),
+        fb.fednova,
+        {"client_lr": 0.05, "rho": 0.5, "alpha": 0.1},
+        rates={**BOTH, "rho": 0.0, "alpha": 0.0},
         refuses=_refuse_rates(fb.fednova, "client_lr", "server_lr", "rho", "alpha"),
     ),
 }
-
-
-def _outputs(params: Any, batch: dict) -> Any:
-    return batch["x"] @ params["w"] + params["b"]
 
 
 def _innermost(state: Any) -> Any:
@@ -234,18 +379,25 @@ def _innermost(state: Any) -> Any:
     return _innermost(state.inner) if isinstance(state, Extended) else state
 
 
-def _over_scaffold(transform: Callable, *refuses: tuple, **options: Any) -> Row:
-    """The transform over a stateful algorithm, whose invariant it must keep."""
+def _over_scaffold(transform: Callable, *refuses: tuple, rates: Any = {}, **more: Any) -> Row:  # noqa: B006
+    """The transform over a stateful algorithm, whose invariant it must keep; ``more``: its options, and of the row."""
+    of_row = {name: more.pop(name) for name in ("draws", "varied") if name in more}
     return Row(
-        lambda **local: transform(fb.scaffold(loss, client_lr=0.05, **local), **options),
+        transform,
+        more,
+        over=fb.scaffold,
+        rates=rates,
         invariant=lambda server, states: _gap(_innermost(server).c, _innermost(states)),
         refuses=refuses,
+        **of_row,
     )
 
 
-def _over_fedavg(transform: Callable, *refuses: tuple, **options: Any) -> Row:
+def _over_fedavg(transform: Callable, *refuses: tuple, varied: tuple[Varied, ...] = ()) -> Row:
     return Row(
-        lambda **local: transform(fb.fedavg(loss, client_lr=0.05, **local), **options),
+        transform,
+        over=fb.fedavg,
+        varied=varied,
         refuses=((lambda: transform(fb.fedavg(loss), exchanges=["no-such"]), "no-such"), *refuses),
     )
 
@@ -256,9 +408,12 @@ def _plain() -> Algorithm:
 
 TRANSFORMS: dict[str, Row] = {
     "adaptive_clip": _over_scaffold(
-        tf.adaptive_clip, (lambda: tf.adaptive_clip(_plain(), quantile=2.0), "quantile"), initial=0.5
+        tf.adaptive_clip,
+        (lambda: tf.adaptive_clip(_plain(), quantile=2.0), "quantile"),
+        initial=0.5,
+        rates={"initial": 1.0, "quantile": 0.8, "rate": 0.4},
     ),
-    "clip": _over_scaffold(tf.clip, (lambda: tf.clip(_plain(), bound=0.0), "bound"), bound=0.5),
+    "clip": _over_scaffold(tf.clip, (lambda: tf.clip(_plain(), bound=0.0), "bound"), bound=0.5, rates={"bound": 1.0}),
     "dp": _over_scaffold(
         tf.dp,
         (lambda: tf.dp(_plain(), noise=-1.0), "noise"),
@@ -267,9 +422,19 @@ TRANSFORMS: dict[str, Row] = {
         bound=1.0,
         where="clients",
         shares=2,
+        rates={"noise": 0.02, "bound": 0.5},
+        varied=(
+            Varied(
+                {"quantile": 0.5, "bit_noise": 0.1}, {"noise": 0.02, "quantile": 0.8, "rate": 0.4, "bit_noise": 0.2}
+            ),
+        ),
+        draws=True,
     ),
     "elastic": Row(
-        lambda **local: tf.elastic(fb.scaffold(loss, client_lr=0.05, **local), _outputs, batch_size=1, held_out=0.3),
+        tf.elastic,
+        {"batch_size": 1, "held_out": 0.3},
+        over=fb.scaffold,
+        rates={"tau": 0.25, "mu": 0.5},
         invariant=lambda server, states: _gap(server.c, states),
         refuses=(
             (lambda: tf.elastic(_plain(), _outputs, tau=-1.0), "tau"),
@@ -277,14 +442,25 @@ TRANSFORMS: dict[str, Row] = {
         ),
     ),
     "geometric_median": _over_fedavg(tf.geometric_median),
-    "krum": _over_fedavg(tf.krum, (lambda: tf.krum(_plain(), fraction=0.5), "fraction")),
+    # with two uploads at most, as in most laws, no share of them matters: these rates vary with everyone
+    "krum": _over_fedavg(
+        tf.krum, (lambda: tf.krum(_plain(), fraction=0.5), "fraction"), varied=(Varied({}, {"fraction": 0.4}),)
+    ),
     "median": _over_fedavg(tf.median, (lambda: tf.median(fb.scaffold(loss)), "clients")),
-    "multi_krum": _over_fedavg(tf.multi_krum, (lambda: tf.multi_krum(_plain(), keep=0.0), "keep")),
-    "norm_bound": _over_scaffold(tf.norm_bound, (lambda: tf.norm_bound(_plain(), bound=-1.0), "bound"), bound=0.5),
-    "qsgd": _over_scaffold(tf.qsgd, (lambda: tf.qsgd(_plain(), levels=500), "levels"), levels=4),
-    "quantize": _over_scaffold(tf.quantize, (lambda: tf.quantize(_plain(), bits=5), "bits")),
+    "multi_krum": _over_fedavg(
+        tf.multi_krum,
+        (lambda: tf.multi_krum(_plain(), keep=0.0), "keep"),
+        varied=(Varied({"keep": 0.5}, {"fraction": 0.4, "keep": 0.9}),),
+    ),
+    "norm_bound": _over_scaffold(
+        tf.norm_bound, (lambda: tf.norm_bound(_plain(), bound=-1.0), "bound"), bound=0.5, rates={"bound": 1.0}
+    ),
+    "qsgd": _over_scaffold(tf.qsgd, (lambda: tf.qsgd(_plain(), levels=500), "levels"), levels=4, draws=True),
+    "quantize": _over_scaffold(tf.quantize, (lambda: tf.quantize(_plain(), bits=5), "bits"), draws=True),
     "top_k": _over_scaffold(tf.top_k, (lambda: tf.top_k(_plain(), fraction=0.0), "fraction"), fraction=0.4),
-    "trimmed_mean": _over_fedavg(tf.trimmed_mean, (lambda: tf.trimmed_mean(_plain(), trim=0.5), "trim")),
+    "trimmed_mean": _over_fedavg(
+        tf.trimmed_mean, (lambda: tf.trimmed_mean(_plain(), trim=0.5), "trim"), varied=(Varied({}, {"trim": 0.4}),)
+    ),
 }
 
 ROWS: dict[str, Row] = {**ALGORITHMS, **{f"transform:{name}": row for name, row in TRANSFORMS.items()}}

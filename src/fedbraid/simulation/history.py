@@ -43,7 +43,8 @@ class History:
         for exchange in self.traffic.exchanges:
             arrived = log[f"{exchange.name}/arrived"]
             log[f"{exchange.name}/bytes_down"] = np.full(arrived.shape, self.cohort * float(exchange.down))
-            log[f"{exchange.name}/bytes_up"] = arrived * float(exchange.up)
+            counted = arrived.astype(jnp.result_type(float)) if is_traced(arrived) else arrived
+            log[f"{exchange.name}/bytes_up"] = counted * float(exchange.up)
         self.logs.append(log)
         flat = [load for row in loads for load in row]
         self.steps += sum(load.steps for load in flat)

@@ -166,7 +166,7 @@ def _chunks(bench: Bench, gather: bool, chunk: int, states: PyTree) -> tuple[Tal
     """Vmapped chunks, one after the other. An empty slot runs a client of one example; its result is masked."""
     slots = len(bench.slots.ids)
     cut = partial(jax.tree.map, lambda leaf: leaf.reshape(slots // chunk, chunk, *leaf.shape[1:]))
-    live = (jnp.arange(slots) < bench.slots.live[0]).reshape(slots // chunk, chunk)
+    live = (jnp.arange(slots, dtype=bench.slots.live.dtype) < bench.slots.live[0]).reshape(slots // chunk, chunk)
 
     def one_chunk(carry: None, xs: Any) -> tuple[None, Any]:
         slot, state, used = xs

@@ -218,7 +218,7 @@ def _adapt(exchange: Exchange, quantile: Any, rate: Any, noise: Noise) -> Exchan
         if noise.at_clients and not is_zero(noise.bits):
             assert noise.shares is not None
             drawn = jax.random.normal(jax.random.fold_in(key, _BITS), (), size.dtype)
-            within = within + noise.bits / np.sqrt(noise.shares) * drawn
+            within = within.astype(drawn.dtype) + noise.bits / np.sqrt(noise.shares) * drawn
         return report._replace(
             up=Up(sent.pseudograd, Counted(sent.aux, within)),
             state=exchange.reconcile(report.state, report.up, sent),

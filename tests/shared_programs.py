@@ -1,0 +1,88 @@
+"""Compiled programs that runs share: a second run of the same algorithm under the same plan compiles nothing.
+
+``simulate`` makes a new program for every run. Tests run one algorithm many times (other data, other seeds, fewer
+rounds), and almost all of their time goes into tracing and compiling. So programs are kept here, by all that they are
+made of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import pytest
+
+from fedbraid.simulation import run
+
+KEPT = 16  # programs, at most: the newest
+_programs: OrderedDict[Key, Kept] = OrderedDict()
+_make = run.compile_rounds
+
+
+class Key(NamedTuple):
+    """All that a program is made of."""
+
+    algorithm: Any
+    arrival: Any
+    preprocess: Any
+    sizes: tuple[int, int]  # of the population and of its largest client
+    plan: Any
+    mesh: Any
+    options: Any
+    local: bool
+    x64: bool
+
+
+class Kept(NamedTuple):
+    """A program, the one that runs are given (it records its arguments), and those arguments."""
+
+    program: Any
+    handed: Any
+    arguments: list[tuple]
+
+
+def _shared(task: Any, plan: Any, mesh: Any, options: Any, *, local: bool) -> Any:
+    split = task.data.train
+    sizes = (split.num_clients, int(split.sizes.max()))
+    x64 = bool(jax.config.jax_enable_x64)
+    key = Key(task.algorithm, task.arrival, task.data.preprocess, sizes, plan, mesh, options, local, x64)
+    if key not in _programs:
+        program, arguments = _make(task, plan, mesh, options, local=local), []
+
+        def rounds(*given: Any) -> Any:
+            arguments[:] = [given]
+            return program.rounds(*given)
+
+        _programs[key] = Kept(program, program._replace(rounds=rounds), arguments)
+        while len(_programs) > KEPT:
+            _programs.popitem(last=False)
+    _programs.move_to_end(key)
+    return _programs[key].handed
+
+
+@contextlib.contextmanager
+def sharing(window: int | None = None) -> Iterator[None]:
+    """Runs within share programs. ``window``: rounds in one compiled call at most, which is part of the program."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "compile_rounds", _shared)
+        if window is not None:
+            patch.setattr(run, "WINDOW", window)
+        yield
+
+
+def compiled(alg: Any) -> list[int]:
+    """How often the rounds of each kept program of this algorithm were compiled in the present precision."""
+    x64 = bool(jax.config.jax_enable_x64)
+    mine = [kept for key, kept in _programs.items() if key.algorithm is alg and key.x64 == x64]
+    return [kept.program.rounds._cache_size() for kept in mine]
+
+
+def program(alg: Any, **options: Any) -> str:
+    """The rounds of this algorithm, as compiled with these options of the engine, as text."""
+    for key, kept in reversed(_programs.items()):
+        if key.algorithm is alg and all(getattr(key.options, name) == value for name, value in options.items()):
+            return kept.program.rounds.lower(*kept.arguments[0]).as_text()
+    raise KeyError(f"no program of this algorithm with {options} is kept")
