@@ -21,12 +21,12 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedbraid import address
-from fedbraid.core import Algorithm
+from fedbraid.core import Algorithm, check_count
 from fedbraid.data.description import Preprocess
 from fedbraid.flower import wire
 from fedbraid.flower.aggregate import Aggregator, Upload
 from fedbraid.flower.asking import POLL, Asked, Desk
-from fedbraid.flower.evaluate import Sums, are_sums, summary
+from fedbraid.flower.evaluate import Sums, are_sums, summary, sums_shapes
 from fedbraid.flower.identity import Messages, Schema, fingerprint, messages_of, schema_to_json
 from fedbraid.flower.pack import Layout, MessageError, check_layout, layout_of, read_records, records
 from fedbraid.flower.policy import Policy, TooFewError
@@ -34,7 +34,7 @@ from fedbraid.flower.post import Letter, Post
 from fedbraid.flower.roster import Roster, Terms
 from fedbraid.flower.states import INIT
 from fedbraid.flower.wire import Answer, Order, Question, Tested, content, read_plain
-from fedbraid.metric import Metric, is_client_column
+from fedbraid.metric import Metric, declared_by, is_client_column, metric_of_column
 from fedbraid.simulation import checkpoint
 from fedbraid.simulation.rounds import strong
 from fedbraid.units import format_bytes
@@ -81,16 +81,34 @@ class Round(NamedTuple):
 class Site:
     """What all sites of a deployed run agree on, beside the algorithm.
 
+    schema: one example of the data's fields (:func:`fedbraid.flower.schema_of`). A node with other fields is refused.
+    population: how many clients there are: SCAFFOLD's N. cohort: how many are asked in a round (default: all).
+    seed: of cohorts and clients. The simulator draws the same ones.
+    policy: deadlines, and what happens when nodes are missing.
     fingerprint: a name for what is computed, the same on all nodes; None makes one from the programs.
+    preprocess: that of the nodes' :func:`client_app`.
     """
 
     schema: Schema
     population: int
-    cohort: int
+    cohort: int | None = None
     seed: int = 0
     policy: Policy = DEFAULT_POLICY
     fingerprint: str | None = None
     preprocess: Preprocess | None = None
+
+    def __post_init__(self) -> None:
+        check_count("population", self.population)
+        if self.cohort is not None and check_count("cohort", self.cohort) > self.population:
+            raise ValueError(f"cohort must be at most the population of {self.population} clients, got {self.cohort}")
+        self.policy.check()
+        if self.policy.minimum > self.size:
+            raise ValueError(f"minimum must be at most the cohort of {self.size}, got {self.policy.minimum}")
+
+    @property
+    def size(self) -> int:
+        """How many clients are asked in a round."""
+        return self.population if self.cohort is None else self.cohort
 
 
 class MessageRounds:
@@ -102,10 +120,10 @@ class MessageRounds:
 
     def __init__(self, alg: Algorithm, params: PyTree, grid: Grid, site: Site, say: Callable[[str], None]) -> None:
         params = strong(params)
-        self.alg, self.policy, self.seed, self.cohort, self.say = alg, site.policy, site.seed, site.cohort, say
+        self.alg, self.policy, self.seed, self.cohort, self.say = alg, site.policy, site.seed, site.size, say
         self.messages: tuple[Messages, ...] = messages_of(alg, params, site.schema, site.preprocess)
         exchanges = range(len(alg.exchanges))
-        self.parts = [Aggregator(alg, i, rows=site.cohort, population=site.population) for i in exchanges]
+        self.parts = [Aggregator(alg, i, rows=site.size, population=site.population) for i in exchanges]
         self.stateful = bool(jax.tree.leaves(jax.eval_shape(alg.init_client, params)))
         name = site.fingerprint
         terms = Terms(
@@ -362,6 +380,14 @@ class MessageRounds:
         self.told = Round(self.done, self.rounds, row, {}, row["seconds"], tuple(notes))
         if self.folder is None:
             self.settle()
+
+    def ask_for(self, metrics: Callable, site: Site, testers: int) -> None:
+        """From now on, evaluations ask ``testers`` clients for sums of these metrics."""
+        if any(exchange.name == wire.EVALUATE for exchange in self.alg.exchanges):
+            raise ValueError(f"an exchange named {wire.EVALUATE!r} has the columns of the evaluation: rename it")
+        shapes = sums_shapes(metrics, jax.eval_shape(self.alg.params, self.server), site.schema, site.preprocess)
+        self.declared = tuple(metric_of_column(name, declared_by(metrics)) for name in shapes)
+        self.sums, self.testers = layout_of(shapes), testers
 
     def evaluate(self) -> None:
         """Evaluate the model on the clients' own test data, on the server, or both, and keep the scores."""

@@ -10,31 +10,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedbraid.core import Algorithm, check_count
-from fedbraid.data.description import Preprocess
 from fedbraid.flower import wire
-from fedbraid.flower.evaluate import check_evaluation, scores_by_client, sums_shapes
-from fedbraid.flower.identity import Schema
-from fedbraid.flower.pack import layout_of
-from fedbraid.flower.policy import Policy
+from fedbraid.flower.evaluate import check_evaluation, scores_by_client
 from fedbraid.flower.rounds import MessageRounds, Round, Site
-from fedbraid.metric import declared_by, metric_of_column
 from fedbraid.simulation import checkpoint
 from fedbraid.simulation.loop import RoundLoop, Schedule
 
 __all__ = ["Served", "serve", "server_app"]
 
 PyTree = Any
-DEFAULT = Policy()
 
 
 class Served(NamedTuple):
@@ -57,15 +50,7 @@ class Served(NamedTuple):
 
 
 def server_app(
-    alg: Algorithm,
-    params: PyTree,
-    *,
-    schema: Schema,
-    rounds: int,
-    population: int,
-    cohort: int | None = None,
-    on_end: Callable[[Served], None] | None = None,
-    **options: Any,
+    alg: Algorithm, params: PyTree, *, on_end: Callable[[Served], None] | None = None, **options: Any
 ) -> ServerApp:
     """The ServerApp of an algorithm: :func:`serve` on the Grid that Flower gives it.
 
@@ -75,29 +60,20 @@ def server_app(
     >>> alg = fedavg(lambda p, batch, key: jnp.sum((p - batch["x"].mean(0)) ** 2))
     >>> app = server_app(alg, jnp.zeros(3), schema=schema_of({"x": np.zeros((1, 3))}), rounds=5, population=3)
     """
-    drive = partial(serve, alg, params, schema=schema, rounds=rounds, population=population, cohort=cohort, **options)
-    _check(rounds, population, cohort, options.get("policy", DEFAULT))
-    check_evaluation(options.get("metrics"), options.get("evaluate_clients"), population)
+    check_count("rounds", options.get("rounds"))
+    own = {field.name for field in fields(Site)}
+    site = Site(**{name: value for name, value in options.items() if name in own})
+    check_evaluation(options.get("metrics"), options.get("evaluate_clients"), site.population)
     app = ServerApp()
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         del context
-        served = drive(grid)
+        served = serve(alg, params, grid, **options)
         if on_end is not None:
             on_end(served)
 
     return app
-
-
-def _check(rounds: int, population: int, cohort: int | None, policy: Policy) -> None:
-    check_count("rounds", rounds)
-    check_count("population", population)
-    if cohort is not None and check_count("cohort", cohort) > population:
-        raise ValueError(f"cohort must be at most the population of {population} clients, got {cohort}")
-    policy.check()
-    if policy.minimum > (cohort or population):
-        raise ValueError(f"minimum must be at most the cohort of {cohort or population}, got {policy.minimum}")
 
 
 def serve(
@@ -105,55 +81,40 @@ def serve(
     params: PyTree,
     grid: Grid,
     *,
-    schema: Schema,
-    preprocess: Preprocess | None = None,
     rounds: int,
-    population: int,
-    cohort: int | None = None,
-    seed: int = 0,
-    policy: Policy = DEFAULT,
     evaluate: Callable[[PyTree], dict[str, float]] | None = None,
     metrics: Callable | None = None,
     evaluate_clients: int | None = None,
     eval_every: int = 1,
     checkpoints: Path | None = None,
     checkpoint_every: int = 1,
-    fingerprint: str | None = None,
     on_round: Callable[[Round], None] | None = None,
     say: Callable[[str], None] = print,
+    **site: Any,
 ) -> Served:
     """Run ``alg`` for ``rounds`` rounds on the nodes of ``grid``, with ``cohort`` of them each (default: all).
 
     Args:
-        schema: one example of the data's fields (:func:`fedbraid.flower.schema_of`); a node whose data does not fit
-            is refused.
-        preprocess: that of the nodes' :func:`client_app`.
-        population: how many clients there are: SCAFFOLD's N. Cohorts are drawn as the simulator draws them.
-        policy: deadlines, and what happens when nodes are missing.
         evaluate: (params) -> scores, on the server, after every ``eval_every`` rounds and the last.
         metrics: those of the nodes' :func:`client_app`. With them the clients are asked, after the same rounds, for
-            sums and counts of the metrics on their own test data: the columns are a simulated run's.
-        evaluate_clients: how many clients are asked, drawn anew each time (default: all).
-        checkpoints: a folder; the run goes on from the newest checkpoint in it, and saves one every
+            sums and counts of the metrics on their own test data. The columns are those of a simulated run.
+        evaluate_clients: how many clients are asked to evaluate, drawn anew each time (default: all).
+        checkpoints: a folder. The run goes on from the newest checkpoint in it, and saves one every
             ``checkpoint_every`` rounds. Clients keep what a restart would need.
-        fingerprint: a name of your own for what is computed, the same on all nodes.
         on_round: called with a :class:`Round` after each.
         say: called with every line of progress: rounds, nodes that are refused, uploads that are left out.
+        site: the fields of :class:`Site` by name: ``schema``, ``population``, ``cohort``, ``seed``, ``policy``,
+            ``fingerprint``, ``preprocess``.
     """
-    _check(rounds, population, cohort, policy)
+    agreed = Site(**site)
+    check_count("rounds", rounds)
     check_count("eval_every", eval_every)
     check_count("checkpoint_every", checkpoint_every)
-    check_evaluation(metrics, evaluate_clients, population)
-    site = Site(schema, population, cohort or population, seed, policy, fingerprint, preprocess)
-    run = MessageRounds(alg, params, grid, site, say)
+    check_evaluation(metrics, evaluate_clients, agreed.population)
+    run = MessageRounds(alg, params, grid, agreed, say)
     run.rounds, run.folder, run.scorer = rounds, checkpoints, evaluate
     if metrics is not None:
-        if any(exchange.name == wire.EVALUATE for exchange in alg.exchanges):
-            raise ValueError(f"an exchange named {wire.EVALUATE!r} has the columns of the evaluation: rename it")
-        shapes = sums_shapes(metrics, jax.eval_shape(alg.params, run.server), schema, preprocess)
-        run.declared = tuple(metric_of_column(name, declared_by(metrics)) for name in shapes)
-        run.sums = layout_of(shapes)
-        run.testers = evaluate_clients or population
+        run.ask_for(metrics, agreed, evaluate_clients or agreed.population)
     if checkpoints is not None and checkpoint.exists(checkpoints):
         run.restore(checkpoint.latest(checkpoints))
         if run.done > rounds:
@@ -182,7 +143,7 @@ def serve(
         dict(run.counts),
         {client: node.id for client, node in run.roster.clients.items()},
         dict(run.taken),
-        scores_by_client(run.tested, population),
+        scores_by_client(run.tested, agreed.population),
     )
 
 
