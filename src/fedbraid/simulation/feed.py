@@ -15,11 +15,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from fedbraid.core import Algorithm
-from fedbraid.data.federated import Split
 from fedbraid.data.store import gather
 from fedbraid.simulation.devices import place, replicated, sharded
+from fedbraid.simulation.options import EngineOptions
 from fedbraid.simulation.plan import Load, Plan, Slots, cohorts_of, lay_out, steps_of
+from fedbraid.simulation.program import Task
 
 __all__ = ["Feed", "Portion"]
 
@@ -38,9 +38,18 @@ class Feed:
     """Lays out the cohorts of a run, round by round, for one algorithm, plan and data set."""
 
     def __init__(
-        self, alg: Algorithm, plan: Plan, mesh: Mesh, split: Split, *, seed: int, window: int, stream: bool
+        self,
+        task: Task,
+        plan: Plan,
+        mesh: Mesh,
+        options: EngineOptions,
+        *,
+        seed: int,
+        window: int,
+        stream: bool,
     ) -> None:
-        self.alg, self.plan, self.mesh, self.split = alg, plan, mesh, split
+        self.task, self.plan, self.mesh, self.options = task, plan, mesh, options
+        self.alg, self.split = task.algorithm, task.data.train
         self.seed, self.stream = seed, stream
         self.window = 1 if stream else window  # rounds per portion at most: the static length of the slots
         self._resident: dict[str, Any] | None = None
@@ -48,7 +57,8 @@ class Feed:
 
     def with_plan(self, plan: Plan) -> Feed:
         """The same rounds laid out by another plan; data that is on the devices stays there."""
-        other = Feed(self.alg, plan, self.mesh, self.split, seed=self.seed, window=self.window, stream=self.stream)
+        sizes = {"seed": self.seed, "window": self.window, "stream": self.stream}
+        other = Feed(self.task, plan, self.mesh, self.options, **sizes)
         other._resident = self._resident
         return other
 

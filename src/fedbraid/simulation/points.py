@@ -171,7 +171,8 @@ class Points:
         if self.plan.kind == "lanes" and options.chunk == "auto" and points > 1:
             self.plan = self.plan._replace(chunk=min(self.plan.chunk, _useful_lanes(self.plan, alg, split)))
         window = min(WINDOW, schedule.rounds, schedule.evaluate_every or schedule.rounds)
-        self.feed = Feed(alg, self.plan, self.mesh, split, seed=self.seeds[0], window=window, stream=self.stream)
+        task = self.base.task
+        self.feed = Feed(task, self.plan, self.mesh, options, seed=self.seeds[0], window=window, stream=self.stream)
         for seed in self.seeds:
             self.feed.seed = seed
             self.feed.reserve(range(schedule.rounds))

@@ -139,7 +139,7 @@ def compiled_rounds(
     """The driver of a run from its beginning."""
     alg, mesh, plan = task.algorithm, placement.mesh, placement.plan
     window = min(WINDOW, rounds) if window is None else window
-    feed = Feed(alg, plan, mesh, task.data.train, seed=seed, window=window, stream=placement.stream)
+    feed = Feed(task, plan, mesh, options, seed=seed, window=window, stream=placement.stream)
     start = Start(alg.init(params), alg.init_client(params), placement.on_host, placement.folder)
     return CompiledRounds(
         lambda plan: compile_rounds(task, plan, mesh, options, local=placement.stream),
