@@ -1,7 +1,7 @@
-"""Addressed randomness: every random number of a run has an address, not a place in a stream.
+"""Random keys by address: every key is made from its place in the run, not taken from one stream.
 
-A client's key is made from (seed, round, exchange, client), so it depends neither on the order of the cohort nor on
-chunks or devices, and a deployed client draws what the simulator draws.
+A client's key is made from (seed, round, exchange, client). So it depends neither on the order of the cohort nor on
+chunks or devices, and a deployed client draws the same numbers as a simulated one.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ _WORK, _ARRIVAL = 0, 1  # of a client
 
 
 def init_key(seed: int) -> Any:
-    """For the initial parameters."""
+    """The key of the initial parameters."""
     return jax.random.fold_in(jax.random.key(seed), _INIT)
 
 
 def exchange_key(seed_key: Any, round_: Any, exchange: int) -> Any:
-    """All randomness of one exchange of one round; ``seed_key`` is ``jax.random.key(seed)``."""
+    """The key of one exchange of one round, from which its other keys are made; ``seed_key`` is ``key(seed)``."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(seed_key, _ROUNDS), round_), exchange)
 
 
 def server_key(exchange: Any) -> Any:
-    """For ``receive``."""
+    """The key that the server's ``receive`` gets."""
     return jax.random.fold_in(exchange, _SERVER)
 
 
 def client_key(exchange: Any, client: Any) -> Any:
-    """For the work of one client."""
+    """The key of one client's local work."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(exchange, _CLIENTS), client), _WORK)
 
 
 def arrival_key(exchange: Any, client: Any) -> Any:
-    """For whether a client's upload arrives."""
+    """The key that decides whether a client's upload arrives."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(exchange, _CLIENTS), client), _ARRIVAL)
 
 
 def cohort(seed: int, round_: int, exchange: int, population: int, size: int) -> np.ndarray:
-    """The clients asked in an exchange: drawn without replacement, the same for every algorithm at a seed.
+    """The clients of an exchange, drawn without replacement. With the same seed all algorithms get the same cohorts.
 
     >>> cohort(0, 3, 0, population=5, size=5).tolist()
     [0, 1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""What a round sends: bytes down and up, read off the messages themselves, never from a formula."""
+"""Communication of a round: bytes down and up, measured on the messages themselves, not computed by a formula."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ class ExchangeCost(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Bytes of one client (or of one client per exchange, when cohorts are fresh) in one round."""
+    """Bytes that one client sends and receives in one round.
+
+    With a new cohort for each exchange it is the sum over one client per exchange. model: bytes of the parameters.
+    """
 
     exchanges: tuple[ExchangeCost, ...]
     model: int
@@ -39,20 +42,20 @@ class Cost(NamedTuple):
 
     @property
     def multiple(self) -> float:
-        """Bytes both ways in units of the model's own size: FedAvg is 2."""
+        """Bytes in both directions divided by the model's size: 2 for FedAvg."""
         return (self.down + self.up) / self.model
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of a message's arrays (or shapes)."""
+    """Bytes of the arrays (or shapes) in a tree."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def data_shapes(data: Any) -> ClientData:
     """A client's data as shapes, from a federated data set, a split, or a mapping of arrays.
 
-    Fields have their stored shapes and dtypes; batches taken from them are preprocessed, so that every function of a
-    client sees the shapes that it computes with.
+    Fields have their stored shapes and dtypes. Batches taken from them are preprocessed, so client functions see the
+    shapes that they see in training.
     """
     split = data.train if isinstance(data, FederatedData) else data
     arrays = split.arrays if isinstance(split, Split) else split

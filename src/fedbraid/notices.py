@@ -1,7 +1,7 @@
-"""Notices: what a user should know although nothing failed, through one channel.
+"""Notices: messages to the user that are not errors.
 
-Every notice is one record of the logger ``fedbraid``. Python shows such records on standard error unless the program
-sets logging up; the command line prints each as a line that begins with "note:".
+Every notice is one record of the logger ``fedbraid``. Python prints such records on standard error unless the program
+configures logging. The command line prints each as a line that begins with "note:".
 """
 
 from __future__ import annotations
@@ -14,5 +14,5 @@ LOGGER = logging.getLogger("fedbraid")
 
 
 def notice(text: str) -> None:
-    """Tell the user one thing: what happened, why, and what to do if it is unwanted."""
+    """Send one notice. It should say what happened, why, and how to avoid it."""
     LOGGER.warning(text)

@@ -58,8 +58,8 @@ def test_a_file_with_a_stack(tmp_path):
 
 def test_for_people():
     text = run(*TABLE["MimeAdam"][0], json_out=False)
-    assert re.search(r"^together .* 7x", text, re.M)
-    assert "FedAvg has 2x" in text
+    assert re.search(r"^total .* 7x", text, re.M)
+    assert "FedAvg: 2x" in text
 
 
 def test_mistakes_are_value_errors():

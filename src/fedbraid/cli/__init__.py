@@ -1,7 +1,7 @@
-"""The command line. Thin: every command reads its arguments, calls the library and prints.
+"""The command line. Every command only reads its arguments, calls the library and prints.
 
-One module an area, each with a typer ``app`` (a group of commands) or a ``command``; heavy imports happen inside the
-commands, so that ``fedbraid --help`` is instant.
+Each module has a typer ``app`` (a group of commands) or one ``command``. Heavy imports are inside the commands, so that
+``fedbraid --help`` starts quickly.
 """
 
 from fedbraid.cli.app import main

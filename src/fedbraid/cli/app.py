@@ -1,4 +1,4 @@
-"""The entry point: groups, and how errors reach the user."""
+"""The entry point: the commands and groups, and the printing of errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _module(name: str):
 
 
 def main() -> None:
-    """Run the command line; a user's mistake is one red line and exit code 2."""
+    """Run the command line. A ValueError (a mistake of the user) is printed in red and exits with code 2."""
     try:
         make_app()()
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""``fedbraid compare``: several methods on equal terms."""
+"""``fedbraid compare``: several methods under equal conditions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def command(
     config: Annotated[Path | None, typer.Argument(help="TOML file with methods; default: the embedded one")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="key=value, such as compare.seeds=5")] = None,
     protocol: Annotated[
-        str | None, typer.Option(help="what is equal: rounds, client-communication or total-communication")
+        str | None,
+        typer.Option(help="equal for all methods: rounds, client-communication or total-communication"),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="folder to make (default: runs/compare-DATA-TIME)")] = None,
     resume: Annotated[Path | None, typer.Option(help="folder of a stopped comparison to continue")] = None,
@@ -55,7 +56,7 @@ def command(
 
             summary = run_comparison(comparison, folder, resume=resume is not None, on_news=told)
     except KeyboardInterrupt:
-        console.print(f"stopped; what is finished is kept. Continue with: fedbraid compare --resume {folder}")
+        console.print(f"stopped; finished work is kept. Continue with: fedbraid compare --resume {folder}")
         sys.exit(130)
     if output.json:
         print(json_.dumps(summary))
@@ -102,9 +103,9 @@ def _closing(console: Console, summary: dict[str, Any], folder: Path) -> None:
     over = ", ".join(map(str, summary["seeds"]))
     equal = summary["protocol"].replace("-", " ")
     console.print(f"\n{summary['criterion']}; mean ± deviation over seeds {over}; equal {equal}.")
-    console.print("worst tenth: a tenth of the clients do worse, each on its own test examples, under the last model.")
+    console.print("worst tenth: 10% of the clients score worse, each on its own test examples, with the last model.")
     if summary["tuned_on"]:
-        console.print(f"Tuned on {summary['tuned_on']}; the test set took no part.")
+        console.print(f"Tuned on {summary['tuned_on']}; the test set was not used.")
     if edges:
-        console.print(f"[yellow]best at the edge of its grid, try values beyond: {'; '.join(edges)}[/]")
+        console.print(f"[yellow]best at the edge of the grid, try values beyond it: {'; '.join(edges)}[/]")
     console.print(f"\nsee it: fedbraid report {folder}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""``fedbraid cost``: what a configuration sends, before anything runs."""
+"""``fedbraid cost``: the communication of a configuration, without running it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rich.table import Table
 
 
 def command(
-    config: Annotated[Path | None, typer.Argument(help="TOML file; without one the embedded default is meant")] = None,
+    config: Annotated[Path | None, typer.Argument(help="TOML file (default: the embedded configuration)")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="key=value, such as algorithm.name=scaffold; may be repeated")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
 ) -> None:
-    """Bytes down and up per exchange, read off the messages; in models both ways FedAvg is 2x."""
+    """Bytes down and up per exchange, measured on the messages, also as multiples of the model (FedAvg: 2x)."""
     from fedbraid.costs import cost
     from fedbraid.experiment import build, load_config
 
@@ -61,11 +61,11 @@ def _show(console: Console, report: dict[str, Any]) -> None:
     for one in report["exchanges"]:
         table.add_row(one["name"], f"{one['down']:,} B", f"{one['up']:,} B", _times(one["multiple"]))
     if len(report["exchanges"]) > 1:
-        table.add_row("together", f"{report['down']:,} B", f"{report['up']:,} B", _times(report["multiple"]))
+        table.add_row("total", f"{report['down']:,} B", f"{report['up']:,} B", _times(report["multiple"]))
     console.print(table)
     console.print(
-        f"{_times(report['multiple'])} where FedAvg has 2x; a round of {report['cohort']} clients "
-        f"{'an exchange ' if len(report['exchanges']) > 1 else ''}sends {format_bytes(report['round_bytes'])}, "
+        f"{_times(report['multiple'])} the model (FedAvg: 2x); a round of {report['cohort']} clients "
+        f"{'per exchange ' if len(report['exchanges']) > 1 else ''}sends {format_bytes(report['round_bytes'])}, "
         f"{report['rounds']:,} rounds {format_bytes(report['run_bytes'])}",
         soft_wrap=True,
     )

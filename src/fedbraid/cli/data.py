@@ -91,7 +91,7 @@ def partition_command(
     by: Annotated[str, typer.Option("--by", help="iid, log-normal, dirichlet, shards or pachinko.")],
     out: Store,
     path: PathOption = None,
-    clients: Annotated[int | None, typer.Option(help="How many clients.")] = None,
+    clients: Annotated[int | None, typer.Option(help="Number of clients.")] = None,
     alpha: Annotated[float | None, typer.Option(help="Dirichlet parameter (pachinko: of the coarse labels).")] = None,
     beta: Annotated[float | None, typer.Option(help="Pachinko: Dirichlet parameter of the fine labels.")] = None,
     per: Annotated[str | None, typer.Option(help="Dirichlet per class or per client.")] = None,
@@ -100,7 +100,7 @@ def partition_command(
     size: Annotated[int | None, typer.Option(help="Pachinko: examples per client.")] = None,
     min_size: Annotated[int | None, typer.Option(help="Fewest examples a client may have.")] = None,
     test_fraction: Annotated[
-        float | None, typer.Option(help="Share of each client held out, if there is no test set.")
+        float | None, typer.Option(help="Share of each client's examples to test on, if the data has no test set.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the partition.")] = 0,
     overwrite: Overwrite = False,
@@ -174,7 +174,7 @@ def import_tff(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """TensorFlow Federated: EMNIST, CIFAR-100, Shakespeare, StackOverflow, or any set in its formats."""
+    """TensorFlow Federated: EMNIST, CIFAR-100, Shakespeare, StackOverflow, or any data set in its formats."""
     options = {"words": words, "length": length, "vocabulary": vocabulary, "pixels": pixels}
     _import("tff", files, out, as_json, name=name, seed=seed, drop_empty=drop_empty, overwrite=overwrite, **options)
 
@@ -301,7 +301,7 @@ def _load(source: str, path: str | None, settings: list[str] | None) -> Any:
         return open_source(source)
     if Path(source).exists():
         return open_source(source)
-    return load(source, **options)  # an error that lists the known names
+    return load(source, **options)  # raises an error that lists the known names
 
 
 def _settings(settings: list[str] | None) -> dict[str, Any]:
@@ -332,7 +332,7 @@ def _print_json(value: dict[str, Any]) -> None:
 
 
 def _step(step: dict[str, Any]) -> list[str]:
-    """A step of a pipeline in words: its name and its options."""
+    """A step of a pipeline as text: its name and its options."""
     return [str(step["name"]), *(f"{key} = {value}" for key, value in step.items() if key != "name")]
 
 

@@ -29,16 +29,16 @@ def _rehearsal(folder: Path):
 @app.command()
 def init(
     folder: Annotated[Path, typer.Argument(metavar="APP", help="folder to make")],
-    config: Annotated[Path | None, typer.Argument(help="experiment config; without one the embedded default")] = None,
+    config: Annotated[Path | None, typer.Argument(help="experiment config (default: the embedded one)")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="key=value, such as data.clients=3; may be repeated")
     ] = None,
     evaluate_clients: Annotated[
-        str, typer.Option(help="how many clients evaluate on their own test data, instead of the server: all, or N")
+        str, typer.Option(help="all, or the number of clients that test on their own data, instead of the server")
     ] = "0",
     json: Json = False,
 ) -> None:
-    """Write a complete Flower app from an experiment config, with a place for each site's own data loading."""
+    """Write a complete Flower app from an experiment config. Each site then adds the loading of its own data."""
     from fedbraid.experiment import load_config
     from fedbraid.flower.project import write_app
 
@@ -49,7 +49,7 @@ def init(
         return
     console = Console(highlight=False)
     console.print(f"wrote [bold]{folder}[/]: {made['population']} clients; files: {', '.join(made['files'])}")
-    console.print(f"each site loads its own data in [bold]{folder}/federation/client.py[/], load_data")
+    console.print(f"each site loads its own data in load_data of [bold]{folder}/federation/client.py[/]")
     console.print(f"next: fedbraid deploy up {folder} --nodes {min(made['population'], 3)}")
 
 
@@ -59,7 +59,7 @@ def check(
     node_config: Annotated[str, typer.Option(help="as for flower-supernode: 'data=\"/path.npz\" partition-id=0'")] = "",
     json: Json = False,
 ) -> None:
-    """Load a site's data as its node would, and say whether it fits the federation's schema."""
+    """Load a site's data as its node would, and check that it fits the federation's schema."""
     from fedbraid.flower.check import check_site
 
     found = check_site(folder, node_config)
@@ -75,7 +75,7 @@ def check(
 def certificates(
     folder: Annotated[Path, typer.Argument(help="folder to write ca.crt, server.pem and server.key to")],
     host: Annotated[list[str], typer.Option(help="name or address of the SuperLink's machine; may be repeated")],
-    days: Annotated[int, typer.Option(help="how long they are valid")] = 365,
+    days: Annotated[int, typer.Option(help="days for which the certificates are valid")] = 365,
     json: Json = False,
 ) -> None:
     """Make a certificate authority and a server certificate, for a SuperLink with TLS."""
@@ -87,12 +87,14 @@ def certificates(
     if json:
         print(json_.dumps({name: str(place) for name, place in made._asdict().items()}))
     else:
-        Console(highlight=False).print(f"for the SuperLink: {made.certificate}, {made.key}; for all: {made.authority}")
+        Console(highlight=False).print(
+            f"for the SuperLink: {made.certificate}, {made.key}; for all nodes: {made.authority}"
+        )
 
 
 @app.command()
 def key(
-    place: Annotated[Path, typer.Argument(help="file for the private key; the public key goes beside it")],
+    place: Annotated[Path, typer.Argument(help="file for the private key; the public key is written as FILE.pub")],
     json: Json = False,
 ) -> None:
     """Make a node's key pair: the private key stays at the site, the public key is registered with the SuperLink."""
@@ -122,7 +124,7 @@ def up(
     if nodes is None:
         nodes = population
         if nodes > 8:
-            raise ValueError(f"the federation has {population} clients: say how many to rehearse with, --nodes")
+            raise ValueError(f"the federation has {population} clients: give the number of nodes to start, --nodes")
     if nodes > population:
         raise ValueError(f"nodes must be at most the population of {population} clients, got {nodes}")
     console = Console(stderr=True, highlight=False)
@@ -151,13 +153,15 @@ def _members(members: list[Any]) -> Table:
 def run(
     folder: AppFolder = Path(),
     out: Annotated[Path | None, typer.Option(help="run folder to make (default: runs/NAME-TIME)")] = None,
-    resume: Annotated[Path | None, typer.Option(help="run folder of a run that stopped: go on at its round")] = None,
+    resume: Annotated[Path | None, typer.Option(help="run folder of a stopped run to continue")] = None,
     rounds: Annotated[int | None, typer.Option(help="rounds (default: as in the experiment's config)")] = None,
-    address: Annotated[str | None, typer.Option(help="host:port of another SuperLink than the rehearsal's")] = None,
-    root_certificates: Annotated[Path | None, typer.Option(help="its certificate authority; without, no TLS")] = None,
+    address: Annotated[str | None, typer.Option(help="host:port of the SuperLink (default: the rehearsal's)")] = None,
+    root_certificates: Annotated[
+        Path | None, typer.Option(help="certificate authority of --address (default: no TLS)")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Run the app on its nodes, with a line per round. Writes the same run folder as `fedbraid run`."""
+    """Run the app on its nodes and print a line per round. The run folder has the same files as of `fedbraid run`."""
     from fedbraid.experiment.runfolder import read_summary
     from fedbraid.flower.federation import load_federation
     from fedbraid.flower.launch import Link, run_app
@@ -165,7 +169,7 @@ def run(
 
     config = load_federation(package_of(folder)).config
     if resume is not None and out is not None:
-        raise ValueError("--resume goes on in the run folder it names: leave out --out")
+        raise ValueError("--resume continues in the run folder that it names: leave out --out")
     if address is None:
         link = _rehearsal(folder).link
     else:
@@ -177,7 +181,7 @@ def run(
     if resume is not None and not (resume / "config.toml").is_file():
         raise ValueError(f"{resume} is not a run folder: it has no config.toml")
     if resume is None and place.exists() and any(place.iterdir()):
-        raise ValueError(f"{place} exists and is not empty: choose another --out, or go on with --resume {place}")
+        raise ValueError(f"{place} exists and is not empty: choose another --out, or continue with --resume {place}")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     show = (lambda line: None) if json else (lambda line: console.print(line, markup=False))
     overrides = {} if rounds is None else {"rounds": rounds}
@@ -197,7 +201,7 @@ def run(
 
 @app.command()
 def status(folder: AppFolder = Path(), json: Json = False) -> None:
-    """Which processes of the rehearsal run, which nodes are connected, and how its runs stand."""
+    """Show the processes of the rehearsal, the connected nodes, and the status of its runs."""
     from fedbraid.flower.launch import online, runs_of
 
     rehearsal = _rehearsal(folder)

@@ -18,13 +18,13 @@ def command(
     config: Annotated[Path | None, typer.Argument(help="TOML file (default: the embedded configuration)")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="key=value; may be repeated")] = None,
     rounds: Annotated[int, typer.Option(help="rounds of the short run")] = 20,
-    points: Annotated[int, typer.Option(help="number of rounds of it at which to estimate")] = 3,
+    points: Annotated[int, typer.Option(help="number of rounds of the short run at which to estimate")] = 3,
     clients: Annotated[
         int | None, typer.Option(help="clients to estimate from (default: 50; 10 for large models)")
     ] = None,
     probe: Annotated[bool, typer.Option(help="try one round each with 1 to 32 local steps")] = True,
     verify: Annotated[int, typer.Option(help="train with configured and advised settings, with this many seeds")] = 0,
-    target: Annotated[float, typer.Option(help="value of --metric that --verify counts rounds to")] = 0.9,
+    target: Annotated[float, typer.Option(help="--verify counts the rounds until --metric reaches this value")] = 0.9,
     metric: Annotated[str, typer.Option(help="metric of --verify")] = "test_accuracy",
     out: Annotated[Path | None, typer.Option(help="write a picture (.png, .pdf or .svg)")] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,

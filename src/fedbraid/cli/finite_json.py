@@ -1,4 +1,4 @@
-"""JSON on stdout for results that may hold infinities."""
+"""JSON on stdout for results that may contain infinity or NaN."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Options of a command in groups.
+"""Groups of command line options.
 
-Typer reads the options of a command from the parameters of its function, one by one. `with_groups` lets a function have
-parameters that are NamedTuples: every field becomes an option of its own, and the function gets them as one value.
+Typer makes one option of each parameter of a command's function. With `with_groups` a parameter may be a NamedTuple:
+every field becomes an option, and the function gets them as one value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Output", "with_groups"]
 
 
 class Output(NamedTuple):
-    """How a command tells its result."""
+    """How a command prints its result."""
 
     json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress, no table")] = False
@@ -29,7 +29,7 @@ class Output(NamedTuple):
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` with every field of its NamedTuple parameters as a parameter of its own.
+    """``command`` with its NamedTuple parameters replaced by one parameter per field.
 
     >>> @with_groups
     ... def tell(name: str, output: Output) -> None:

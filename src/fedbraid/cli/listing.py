@@ -1,4 +1,4 @@
-"""``fedbraid list``: what a configuration can name."""
+"""``fedbraid list``: the algorithms, data sets, models and transforms of configurations."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def command(
     kind: Annotated[str, typer.Argument(help="algorithms, datasets, models or transforms")],
     json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
 ) -> None:
-    """What can be named in a configuration, with its options and their defaults."""
+    """List the names that a configuration can use, with their options and defaults."""
     from fedbraid.experiment.config import ConfigError, unknown
 
     if kind not in KINDS:

@@ -1,4 +1,4 @@
-"""The library's notices as lines that people read."""
+"""The library's notices as lines on the console."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def as_notes(console: Console) -> Iterator[None]:
     """Print notices of the library on ``console`` while this context is open."""
     handler, passed_on = _Lines(console), LOGGER.propagate
     LOGGER.addHandler(handler)
-    LOGGER.propagate = False  # shown here, so not again by a handler of the root logger
+    LOGGER.propagate = False  # else a handler of the root logger would print them a second time
     try:
         yield
     finally:

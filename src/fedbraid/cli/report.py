@@ -16,12 +16,12 @@ def command(
         Path | None, typer.Option(help="HTML file to write (default: report.html in the first folder)")
     ] = None,
     title: Annotated[str | None, typer.Option(help="heading of the page")] = None,
-    drift: Annotated[int, typer.Option(help="run this many first rounds of plain runs again, to show drift")] = 0,
-    plots: Annotated[bool, typer.Option("--plots/--no-plots", help="also every plot as PNG and PDF")] = True,
+    drift: Annotated[int, typer.Option(help="repeat this many first rounds of single runs, to show client drift")] = 0,
+    plots: Annotated[bool, typer.Option("--plots/--no-plots", help="also write every plot as PNG and PDF")] = True,
     to: Annotated[
         list[str] | None, typer.Option("--to", help="also send the runs to tensorboard:FOLDER or mlflow:URI")
     ] = None,
-    open_: Annotated[bool, typer.Option("--open", help="open it in the browser")] = False,
+    open_: Annotated[bool, typer.Option("--open", help="open the page in the browser")] = False,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
 ) -> None:
     """Write one HTML file that opens offline: curves, tuning maps, clients, drift, differences, citations."""

@@ -13,10 +13,10 @@ from rich.table import Table
 
 
 def command(
-    names: Annotated[list[str] | None, typer.Argument(help="entries, or 'all'; see --list", metavar="NAME...")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="names from --list, or 'all'", metavar="NAME...")] = None,
     list_: Annotated[bool, typer.Option("--list", help="list the entries")] = False,
     full: Annotated[
-        bool, typer.Option("--full/--quick", help="the paper's setting, or a small one that takes seconds")
+        bool, typer.Option("--full/--quick", help="the paper's settings, or small ones that take seconds")
     ] = False,
     data: Annotated[
         list[str] | None, typer.Option("--data", help="folders of data for --full: shakespeare=FOLDER, femnist=FOLDER")
@@ -24,7 +24,7 @@ def command(
     out: Annotated[Path, typer.Option(help="folder for pages, figures and unfinished work")] = Path("reproductions"),
     json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
 ) -> None:
-    """Reproduce figures and tables of the papers: each with a figure and a table (paper, ours, within band)."""
+    """Reproduce figures and tables of the papers. Each gets a figure and a table of the paper's numbers and ours."""
     from fedbraid.experiment.config import ConfigError
     from fedbraid.reproduce import entries, reproduce, write_index
     from fedbraid.simulation import use_cores

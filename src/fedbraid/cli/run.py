@@ -1,4 +1,4 @@
-"""``fedbraid run``: train what a configuration says."""
+"""``fedbraid run``: train a model as a configuration says."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ class Hosts(NamedTuple):
         str | None,
         typer.Option(
             "--hosts",
-            help="run on several hosts: ADDRESS:PORT of the first; or auto, under SLURM, Open MPI or Kubernetes",
+            help="run on several hosts: ADDRESS:PORT of the first host, or auto under SLURM, Open MPI or Kubernetes",
         ),
     ] = None
-    host_count: Annotated[int | None, typer.Option(help="how many hosts there are")] = None
-    host_id: Annotated[int | None, typer.Option(help="which of them this is, from 0; the first one writes")] = None
+    host_count: Annotated[int | None, typer.Option(help="number of hosts")] = None
+    host_id: Annotated[int | None, typer.Option(help="number of this host, from 0; host 0 writes the files")] = None
 
 
 @with_groups
 def command(
-    config: Annotated[Path | None, typer.Argument(help="TOML file; without one the embedded default runs")] = None,
+    config: Annotated[Path | None, typer.Argument(help="TOML file (default: the embedded configuration)")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="key=value, such as algorithm.client_lr=0.05; may be repeated")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="run folder to make (default: runs/NAME-TIME)")] = None,
     resume: Annotated[Path | None, typer.Option(help="run folder to continue")] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="only say how it would be computed")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="print how the run would be computed; do not run")] = False,
     *,
     where: Hosts,
     output: Output,
@@ -77,15 +77,15 @@ def command(
 
 
 def _what(config: Path | None, settings: list[str], out: Path | None, resume: Path | None) -> tuple[Any, Path]:
-    """The configuration to run, and its folder."""
+    """The configuration to run, and the run folder."""
     from fedbraid.experiment import ConfigError, load_config
     from fedbraid.experiment.runfolder import CONFIG, reopen
 
     if resume is not None:
         if config is not None or out is not None or not all(s.startswith("engine.") for s in settings):
             raise ConfigError(
-                "--resume takes everything from the run folder: leave out CONFIG, --out and --set, except for keys of "
-                "engine, which change no results"
+                "--resume takes everything from the run folder: leave out CONFIG, --out and --set (keys of engine may "
+                "be set: they do not change results)"
             )
         reopen(resume)  # refuses a folder without a run, and a finished run
         return load_config(resume / CONFIG, settings), resume
@@ -101,7 +101,7 @@ def _train_on_hosts(console: Console, loaded: Any, folder: Path, again: bool, wh
 
     assert where.at is not None
     joined = hosts.watch_over(lambda sentence: console.print(f"[bold red]error:[/] {sentence}", soft_wrap=True))
-    with _together(console):
+    with _exit_at_once(console):
         hosts.join(where.at, where.host_count, where.host_id)
         joined()
         use_cores(loaded.engine.devices)
@@ -122,8 +122,8 @@ def _explain(loaded: Any, json: bool) -> None:
     console.print(f"devices: {', '.join(found['devices'])}; data {found['data']}")
     for exchange in found["exchanges"]:
         down, up = format_bytes(exchange["down"]), format_bytes(exchange["up"])
-        console.print(f"exchange {exchange['name']}: a client gets {down}, sends {up}")
-        for line in found["convolutions"][exchange["name"]] or ["no convolution of XLA's"]:
+        console.print(f"exchange {exchange['name']}: a client receives {down}, sends {up}")
+        for line in found["convolutions"][exchange["name"]] or ["no XLA convolution"]:
             console.print(f"  {escape(line)}")
         for line in found["matrices"][exchange["name"]]:
             console.print(f"  {escape(line)}")
@@ -132,7 +132,7 @@ def _explain(loaded: Any, json: bool) -> None:
 
 
 def _train(console: Console, loaded: Any, folder: Path, again: bool, output: Output) -> bool:
-    """Run and show the results; returns whether all rounds were done."""
+    """Run and print the results. Returns whether all rounds were completed."""
     from fedbraid.experiment import run_config
     from fedbraid.simulation import hosts
 
@@ -149,8 +149,8 @@ def _train(console: Console, loaded: Any, folder: Path, again: bool, output: Out
 
 
 @contextlib.contextmanager
-def _together(console: Console) -> Iterator[None]:
-    """On several hosts: an error ends this process at once, so that the other hosts do not wait for it."""
+def _exit_at_once(console: Console) -> Iterator[None]:
+    """With several hosts: an error ends this process at once, so that the other hosts do not wait for it."""
     from fedbraid.simulation import hosts
 
     status = 1
@@ -168,7 +168,10 @@ def _together(console: Console) -> Iterator[None]:
 
 
 class _Watch:
-    """The progress bar, and Ctrl-C: pressed once it ends the run after a checkpoint, twice at once."""
+    """The progress bar and the handler of Ctrl-C.
+
+    The first Ctrl-C ends the run after a checkpoint, the second ends it at once.
+    """
 
     def __init__(self, console: Console, rounds: int, *, show: bool) -> None:
         from rich.progress import (
@@ -222,7 +225,7 @@ class _Watch:
             self.console.print(
                 f"[bold]{config.algorithm.name}[/] on [bold]{config.data.name}[/]: {data.train.num_clients} clients, "
                 f"{data.train.num_examples:,} examples, model {config.model.name}, cohort {config.cohort}"
-                + (f", {config.attack.share:.0%} of the clients lie" if config.attack.share else "")
+                + (f", {config.attack.share:.0%} of the clients are attackers" if config.attack.share else "")
             )
             self.bar.start()
 
@@ -249,7 +252,7 @@ def _closing(console: Console, summary: RunSummary) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     final, sent = summary.final, summary.bytes
     rows = [
-        ("rounds", f"{summary.rounds} in {summary.seconds:.1f} s ({summary.rounds_per_second:.1f} a second)"),
+        ("rounds", f"{summary.rounds} in {summary.seconds:.1f} s ({summary.rounds_per_second:.1f} per second)"),
         ("sent", f"{format_bytes(sent['down'])} down, {format_bytes(sent['up'])} up"),
     ]
     if "test_accuracy" in final:
@@ -260,7 +263,7 @@ def _closing(console: Console, summary: RunSummary) -> None:
         if name.startswith("test_") and name != "test_accuracy" and not is_client_column(name):
             rows.append((name.replace("_", " "), f"{value:.4f}"))
     if "epsilon" in final:
-        rows.append(("epsilon", f"{final['epsilon']:.3g} (differential privacy, by client)"))
+        rows.append(("epsilon", f"{final['epsilon']:.3g} (differential privacy per client)"))
     rows += [("picture", f"{summary.out}/curves.png"), ("run folder", summary.out)]
     for row in rows:
         table.add_row(*row)

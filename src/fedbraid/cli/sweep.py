@@ -1,4 +1,4 @@
-"""``fedbraid sweep``: try many points of a configuration; points of equal shapes run as one program."""
+"""``fedbraid sweep``: try many points of a configuration. Points with equal shapes run as one program."""
 
 from __future__ import annotations
 
@@ -28,17 +28,15 @@ class Search(NamedTuple):
     seeds: Annotated[int | None, typer.Option(help="tuning seeds per point")] = None
     search: Annotated[str | None, typer.Option(help="grid, random or adaptive (optuna)")] = None
     trials: Annotated[int | None, typer.Option(help="points of a random or adaptive search")] = None
-    halving: Annotated[int | None, typer.Option(help="successive halving: each rung keeps one point in this many")] = (
-        None
-    )
-    metric: Annotated[str | None, typer.Option(help="what to judge by: accuracy, loss, train/loss ...")] = None
+    halving: Annotated[int | None, typer.Option(help="successive halving: keep one point in this many per rung")] = None
+    metric: Annotated[str | None, typer.Option(help="metric to compare by: accuracy, loss, train/loss ...")] = None
     better: Annotated[
         str | None, typer.Option(help="higher or lower, for a metric that does not declare its direction")
     ] = None
-    last: Annotated[int | None, typer.Option(help="rounds at the end that the metric is averaged over")] = None
-    target: Annotated[float | None, typer.Option(help="judge by the rounds to this value of the metric")] = None
+    last: Annotated[int | None, typer.Option(help="average the metric over this many last rounds")] = None
+    target: Annotated[float | None, typer.Option(help="compare by the rounds until the metric has this value")] = None
     validation: Annotated[float | None, typer.Option(help="share of each client's training examples to tune on")] = None
-    at_once: Annotated[int | None, typer.Option(help="most points in one program (default: what fits)")] = None
+    at_once: Annotated[int | None, typer.Option(help="points in one program at most (default: by memory)")] = None
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -51,12 +49,12 @@ class Workers(NamedTuple):
     """Options of a sweep on a cluster."""
 
     cluster: Annotated[str | None, typer.Option(help="divide the points among workers: slurm, or local")] = None
-    workers: Annotated[int | None, typer.Option(help="most workers on the cluster (default: 4)")] = None
+    workers: Annotated[int | None, typer.Option(help="workers on the cluster at most (default: 4)")] = None
     cluster_set: Annotated[
         list[str] | None,
         typer.Option(help="key=value for the workers, such as slurm_partition=gpu, gpus_per_node=1, timeout_min=60"),
     ] = None
-    bundle: Annotated[int | None, typer.Option(hidden=True, help="what a worker runs: one bundle of --resume")] = None
+    bundle: Annotated[int | None, typer.Option(hidden=True, help="bundle of --resume that this worker runs")] = None
 
     def check(self, resume: Path | None) -> None:
         from fedbraid.experiment import ConfigError
@@ -64,9 +62,9 @@ class Workers(NamedTuple):
         if self.cluster not in (None, "slurm", "local"):
             raise ConfigError(f"--cluster must be slurm or local, got {self.cluster!r}")
         if self.cluster is None and (self.workers is not None or self.cluster_set):
-            raise ConfigError("--workers and --cluster-set go with --cluster slurm or --cluster local")
+            raise ConfigError("--workers and --cluster-set need --cluster slurm or --cluster local")
         if self.bundle is not None and (resume is None or self.cluster is not None):
-            raise ConfigError("--bundle goes with --resume FOLDER alone: it is what the workers of a cluster run")
+            raise ConfigError("--bundle needs --resume FOLDER and no --cluster: only workers of a cluster use it")
 
 
 @with_groups
@@ -80,7 +78,7 @@ def command(
     where: Workers,
     output: Output,
 ) -> None:
-    """Try many values of keys and find the best, on a validation split and on tuning seeds."""
+    """Try many values of configuration keys and find the best, by scores on a validation split and tuning seeds."""
     from fedbraid.experiment import ConfigError
     from fedbraid.experiment.sweep import load_sweep, reopen_sweep
 
@@ -111,7 +109,7 @@ def command(
 
 
 def _sweep(sweep: tuple[Any, Any], folder: Path, where: Workers, **again: Any) -> dict[str, Any] | None:
-    """Run the sweep on this machine or by workers; None for a worker, which runs one bundle of it."""
+    """Run the sweep on this machine or by workers. A worker runs one bundle of the sweep and returns None."""
     from fedbraid.experiment.cluster import BUNDLES, Cluster, collect, run_bundle, sweep_on
     from fedbraid.experiment.config import read_tree
     from fedbraid.experiment.sweep import run_sweep
@@ -126,19 +124,19 @@ def _sweep(sweep: tuple[Any, Any], folder: Path, where: Workers, **again: Any) -
         run_bundle(folder, where.bundle, on_news=again["on_news"])
         return None
     if again["resume"] and (folder / BUNDLES).is_file():
-        collect(folder)  # trials that workers finished are not run again
+        collect(folder)  # the trials that workers have finished, so that they are not run again
     return run_sweep(*sweep, folder, **again)
 
 
 def _split(text: str) -> tuple[str, str]:
     key, equals, values = text.partition("=")
     if not equals or not key.strip() or not values.strip():
-        raise ValueError(f"--over reads KEY=VALUES, such as algorithm.client_lr=logspace(-4,0,9); got {text!r}")
+        raise ValueError(f"--over must be KEY=VALUES, such as algorithm.client_lr=logspace(-4,0,9); got {text!r}")
     return key.strip(), values.strip()
 
 
 class Bar:
-    """A progress bar over trials and rounds that shows the best point so far."""
+    """A progress bar of trials and rounds that shows the best point so far."""
 
     def __init__(self, console: Console, *, show: bool) -> None:
         from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -175,7 +173,7 @@ class Bar:
 
 
 def show(value: Any) -> str:
-    """A value for people."""
+    """A value as short text."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -196,7 +194,7 @@ def _closing(console: Console, summary: dict[str, Any], folder: Path) -> None:
         spread = "" if summary["deviation"] is None else f" ± {summary['deviation']:.2g}"
         table.add_row("best", f"[bold]{values}[/]   ({summary['score']:.4f}{spread})")
         for key in summary["at_edge"]:
-            table.add_row("", f"[yellow]{key} is best at the edge of its values: try values beyond[/]")
+            table.add_row("", f"[yellow]{key} is best at the edge of its values: try values beyond it[/]")
         table.add_row("train and test it", f"fedbraid run {folder}/best.toml")
     table.add_row("picture", f"{folder}/sweep.png")
     table.add_row("all trials", f"{folder}/trials.parquet")

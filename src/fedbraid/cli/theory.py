@@ -88,11 +88,11 @@ def frontier_command(
     alpha: Alpha = 0.0,
     over: Annotated[str, typer.Option(help="Vary steps or gamma.")] = "steps",
     momentum: Annotated[str, typer.Option(help="none, nesterov, heavy_ball, or all.")] = "all",
-    points: Annotated[int, typer.Option(help="How many points of each curve to report.")] = 25,
+    points: Annotated[int, typer.Option(help="Number of points of each curve to report.")] = 25,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """The convergence-accuracy frontier, varying K or gamma; or one of the paper's figures."""
+    """The convergence-accuracy frontier over K or gamma, or one of the paper's figures."""
     from fedbraid.theory import MOMENTA, pareto_frontier
 
     if figure is not None:
@@ -228,12 +228,12 @@ def _fixed_points(
 
 @app.command("bound")
 def bound_command(
-    name: Annotated[str, typer.Argument(help="Which bound; without it, a list.")] = "",
+    name: Annotated[str, typer.Argument(help="Name of the bound (default: list all bounds).")] = "",
     settings: Annotated[list[str] | None, typer.Option("--set", "-s", help="name=value; may be repeated.")] = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Evaluate a published bound: value, terms, and which of its assumptions were checked."""
+    """Evaluate a published bound: its value, its terms, and which of its assumptions were checked."""
     import inspect
 
     from fedbraid.theory import bounds, parse_theta
@@ -262,11 +262,11 @@ def bound_command(
     for item in settings or []:
         key, found, value = item.partition("=")
         if not found:
-            raise ValueError(f"--set {item!r} must read name=value")
+            raise ValueError(f"--set must be name=value, got {item!r}")
         given[key.strip().replace("-", "_")] = _value(value)
     parameters = inspect.signature(table[name]).parameters
     allowed = [p for p in parameters if p != "evidence"]
-    if "theta" in parameters:  # as for the other commands: theta as text, steps beside it
+    if "theta" in parameters:  # as in the other commands, theta is text and steps is a separate setting
         given["theta"] = parse_theta(str(given.get("theta", "1:K")), given.pop("steps", None))
     for key in given:
         if key not in allowed:

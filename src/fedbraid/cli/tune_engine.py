@@ -1,4 +1,4 @@
-"""``fedbraid tune-engine``: which plan of the engine is fastest on this machine."""
+"""``fedbraid tune-engine``: find the fastest plan of the engine on this machine."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from fedbraid.cli.notes import as_notes
 
 
 def command(
-    config: Annotated[Path | None, typer.Argument(help="TOML file; without one the embedded default is meant")] = None,
+    config: Annotated[Path | None, typer.Argument(help="TOML file (default: the embedded configuration)")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="key=value, such as cohort=100; may be repeated")
     ] = None,
     write: Annotated[
-        Path | None, typer.Option(help="TOML file to make: the configuration with the fastest plan in it")
+        Path | None, typer.Option(help="TOML file to write: the configuration with the fastest plan")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
 ) -> None:
     """Time the first rounds under several plans and print the fastest as engine.plan and engine.chunk.
 
-    Results of a run do not depend on the plan beyond rounding. Nothing is remembered: what is printed takes effect when
-    it is in the configuration.
+    Results of a run do not depend on the plan beyond rounding. The plan is not stored: put the printed lines into the
+    configuration to use it.
     """
     from fedbraid.experiment import ConfigError, build, load_config
     from fedbraid.experiment.config import dump
@@ -34,7 +34,7 @@ def command(
 
     loaded = load_config(config, settings or [])
     if write is not None and write.exists():
-        raise ConfigError(f"--write {write}: the file is there already; name a new one")
+        raise ConfigError(f"--write {write}: the file exists; choose another name")
     use_cores(loaded.engine.devices)
     experiment = build(loaded)
     console = Console(stderr=True, highlight=False)

@@ -1,7 +1,7 @@
-"""Which uploads arrive: dropouts and stragglers are part of every run.
+"""Arrival models: which uploads arrive, with dropouts and stragglers.
 
-An arrival model is a function ``(key, steps) -> bool`` of a client's addressed key and its number of local steps in
-the exchange. Uploads that are not finite are refused by the exchange itself (see :func:`fedbraid.core.finite`).
+An arrival model is a function ``(key, steps) -> bool`` of a client's random key and its number of local steps in the
+exchange. The exchange itself refuses uploads that are not finite (see :func:`fedbraid.core.finite`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def bernoulli(drop: Any) -> Arrival:
 def deadline(limit: Any, *, seconds_per_step: Any = 1.0, median: Any = 1.0, sigma: Any = 0.5) -> Arrival:
     """An upload arrives if ``steps * seconds_per_step * speed + latency <= limit``.
 
-    Latency is log-normal with the given median and sigma; so is a client's speed factor in the round, with median 1.
+    Latency is log-normal with the given median and sigma. A client's speed factor in the round is log-normal with
+    median 1 and the same sigma.
     """
     check_number("limit", limit, low=0, open_low=True)
     check_number("seconds_per_step", seconds_per_step, low=0)
@@ -53,7 +54,7 @@ def deadline(limit: Any, *, seconds_per_step: Any = 1.0, median: Any = 1.0, sigm
 
 
 def both(first: Arrival, second: Arrival) -> Arrival:
-    """An upload arrives if it does under both models, which draw independently."""
+    """An upload arrives if it arrives under both models. They draw independently."""
 
     def arrives(key: Any, steps: Any) -> Any:
         a, b = jax.random.split(key)

@@ -1,7 +1,7 @@
-"""Checkpoints: everything a run needs to go on, written atomically, verified before it is used.
+"""Checkpoints: everything that a run needs to continue, written atomically and verified before use.
 
-Arrays are stored by orbax. A checkpoint is written beside its place, sealed with a manifest of checksums, and renamed
-into place, so one that has a name is whole unless the disk or a person changed it, which the manifest shows.
+Arrays are stored by orbax. A checkpoint is written to a temporary folder with a manifest of checksums, then renamed. So
+a folder with its final name is complete. The manifest shows later damage.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["CheckpointError", "exists", "latest", "load", "pack", "save", "unpac
 
 MANIFEST = "manifest.json"
 PARTIAL = "partial-"
-KEEP = 2  # newest checkpoints of a run that stay
+KEEP = 2  # number of checkpoints that a run keeps, the newest ones
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; says which can."""
+    """The checkpoint cannot be used; the message says which one can."""
 
 
 def _is_key(leaf: Any) -> bool:
@@ -34,7 +34,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def pack(tree: Any) -> dict[str, np.ndarray]:
-    """Any pytree as a flat dict of NumPy arrays, typed random keys as their raw words."""
+    """A pytree as a flat dict of NumPy arrays; random keys are stored as their key data."""
     return {
         f"{i:04d}": np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
         for i, leaf in enumerate(jax.tree.leaves(tree))
@@ -42,7 +42,7 @@ def pack(tree: Any) -> dict[str, np.ndarray]:
 
 
 def unpack(like: Any, packed: dict[str, np.ndarray], what: str) -> Any:
-    """The pytree that was packed, in the structure of ``like``; refuses other shapes, naming the leaf."""
+    """The inverse of `pack`, with the structure of ``like``. Refuses other shapes and names the array."""
     leaves, tree = jax.tree.flatten(like)
     if len(packed) != len(leaves):
         raise CheckpointError(f"the checkpoint's {what} has {len(packed)} arrays, this run's has {len(leaves)}")
@@ -64,8 +64,8 @@ def _checksums(folder: Path) -> dict[str, str]:
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
-def _alone() -> Any:
-    """Orbax's reader and writer for this process, which waits for no other: who writes what is settled here."""
+def _checkpointer() -> Any:
+    """Orbax's checkpointer for this process only: with several hosts, orbax would wait for all of them."""
     import orbax.checkpoint as ocp
 
     logging.getLogger("absl").setLevel(logging.ERROR)
@@ -78,13 +78,13 @@ def _alone() -> Any:
 
 
 def save(root: Path, round_: int, tree: dict[str, Any], *, keep: int = KEEP) -> Path:
-    """Write ``tree`` (nested dicts of arrays) as the state after ``round_`` rounds; older ones beyond ``keep`` go."""
+    """Write ``tree`` (nested dicts of arrays) as the checkpoint after ``round_`` rounds; keep the ``keep`` newest."""
     root = root.absolute()
     root.mkdir(parents=True, exist_ok=True)
     for leftover in root.glob(f"{PARTIAL}*"):
         shutil.rmtree(leftover)
     place, partial = root / f"{round_:08d}", root / f"{PARTIAL}{round_:08d}"
-    with _alone() as writer:
+    with _checkpointer() as writer:
         writer.save(partial / "arrays", jax.tree.map(np.asarray, tree))
     manifest = {"round": round_, "files": _checksums(partial)}
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -111,7 +111,7 @@ def _places(root: Path) -> list[Path]:
 
 
 def verify(place: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
+    """The damage of a checkpoint in words; None if it is intact."""
     try:
         manifest = json.loads((place / MANIFEST).read_text())
     except (OSError, ValueError):
@@ -126,7 +126,7 @@ def verify(place: Path) -> str | None:
 
 
 def latest(root: Path) -> Path:
-    """The newest checkpoint. Refuses a damaged one, and names the newest good one to remove it for."""
+    """The newest checkpoint. If it is damaged, the error names the newest good one."""
     places = _places(root)
     if not places:
         raise CheckpointError(f"no checkpoint in {root}: the run stopped before its first one; start it again")
@@ -144,11 +144,11 @@ def latest(root: Path) -> Path:
 
 def load(place: Path) -> tuple[int, dict[str, Any]]:
     """(round, tree) of a verified checkpoint."""
-    with _alone() as reader:
+    with _checkpointer() as reader:
         tree = reader.restore(place.absolute() / "arrays")
     return int(json.loads((place / MANIFEST).read_text())["round"]), tree
 
 
 def exists(root: Path) -> bool:
-    """Whether there is any checkpoint, good or damaged."""
+    """Whether there is a checkpoint, intact or damaged."""
     return bool(_places(root))

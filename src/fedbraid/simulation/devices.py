@@ -1,4 +1,4 @@
-"""The machine: how many devices there are, and what fits on them."""
+"""The devices of this machine, and their memory."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ AXIS = "clients"
 
 
 def cores() -> int:
-    """Cores that this process may use; where a system does not say (macOS), those of the machine."""
+    """Number of cores that this process may use; all cores where the system does not tell (macOS)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def use_cores(count: int | None = None) -> int:
     """Make jax show ``count`` host devices (default: one per core), so that each core trains its own client.
 
-    Call it before jax touches a device; later it has no effect. Returns the number of devices there are.
+    Call it before jax uses a device; later it has no effect. Returns the number of devices.
     """
     wanted = cores() if count is None else count
-    with contextlib.suppress(RuntimeError):  # the backend is up already: what it has is what there is
+    with contextlib.suppress(RuntimeError):  # the backend has started: its number of devices is fixed
         jax.config.update("jax_num_cpu_devices", wanted)
     return jax.local_device_count()
 
 
 def client_mesh(devices: int | None = None) -> Mesh:
-    """A mesh of one axis, the clients, over the first ``devices`` devices of every host (default: all)."""
+    """A mesh with one axis, ``clients``, over the first ``devices`` devices of every host (default: all)."""
     local = jax.local_devices()
     if devices is not None and not 1 <= devices <= len(local):
         raise ValueError(
@@ -56,7 +56,7 @@ def client_mesh(devices: int | None = None) -> Mesh:
 
 
 def place(tree: Any, where: NamedSharding) -> Any:
-    """Arrays that every host has, on the devices of ``where``."""
+    """Put arrays on the devices of ``where``; every host must have the same arrays."""
     if not where.mesh.is_multi_process:
         return jax.device_put(tree, where)
 
@@ -77,11 +77,11 @@ def sharded(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(AXIS))
 
 
-UNKNOWN_MEMORY = 8 << 30  # bytes to reckon with where the system does not say (Windows)
+UNKNOWN_MEMORY = 8 << 30  # assumed bytes of memory where the system does not tell (Windows)
 
 
 def free_memory(device: Any) -> int:
-    """Bytes that may be used on a device: its own report, or on a CPU the machine's available memory."""
+    """Free bytes on a device, by its own report; for a CPU, the machine's free memory."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
@@ -89,7 +89,7 @@ def free_memory(device: Any) -> int:
 
 
 def total_memory(device: Any) -> int:
-    """Bytes of memory that a device has in all, whatever is in use; on a CPU the machine's."""
+    """Total bytes of a device, used or not; for a CPU, the machine's memory."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"])
@@ -97,12 +97,12 @@ def total_memory(device: Any) -> int:
 
 
 def host_memory() -> int:
-    """Bytes of memory that this machine has free; half of all where the system does not say (macOS)."""
+    """Free bytes of this machine's memory; half of all memory where the system does not tell (macOS)."""
     return _pages("SC_AVPHYS_PAGES") or (_pages("SC_PHYS_PAGES") or UNKNOWN_MEMORY) // 2
 
 
 def _pages(name: str) -> int | None:
-    """A number of memory pages that the system reports, in bytes; None if it does not report it."""
+    """A number of memory pages by the system, in bytes; None if the system does not tell."""
     if name not in getattr(os, "sysconf_names", {}):
         return None
     return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")

@@ -1,6 +1,6 @@
-"""Evaluation of one model on a test split: over all examples together, and for each client.
+"""Evaluation of a model on a test split: over all examples, and for each client.
 
-A *score* of a metric is an array [2, clients]: for each client the sum over its examples and the sum of their weights.
+The *score* of a metric is an array [2, clients]: each client's sum over its examples, and the sum of their weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Scores = dict[str, Any]
 
 
 class Evaluator(NamedTuple):
-    """A function of params that gives the scores ``{name: [2, clients]}``, with the metrics that were declared."""
+    """A function ``params -> {name: [2, clients]}`` of scores, with the declared metrics."""
 
     scores: Callable[[Any], Scores]
     declared: tuple[Metric, ...] = ()
@@ -45,10 +45,11 @@ class Evaluator(NamedTuple):
 
 
 def evaluator(metrics: Callable, split: Split, *, batch_size: int = 256) -> Evaluator:
-    """A function of params: per metric its sums and weights over each client's examples, ``{name: [2, clients]}``.
+    """A function ``params -> {name: [2, clients]}``: sums and weights of each metric over each client's examples.
 
-    ``metrics(params, batch)`` gives ``{name: (sums [B], weights [B])}``, as a model's does. Batches are preprocessed as
-    the split says, without augmentation. Names that are not well known are declared with `fedbraid.Metrics`:
+    ``metrics(params, batch)`` returns ``{name: (sums [B], weights [B])}``, like a model's metrics. Batches are
+    preprocessed as the split says, without augmentation. Declare metrics that are not well known with
+    `fedbraid.Metrics`:
 
     >>> import fedbraid as fb
     >>> split = Split.from_clients([{"x": np.array([1.0, 3.0])}, {"x": np.array([5.0])}])
@@ -64,7 +65,7 @@ def evaluator(metrics: Callable, split: Split, *, batch_size: int = 256) -> Eval
 
 
 def metrics_of(metrics: Callable, params: Any, split: Split) -> tuple[Metric, ...]:
-    """The metrics that ``metrics(params, batch)`` computes, without computing them.
+    """The metrics that ``metrics(params, batch)`` returns, found by tracing, without computing them.
 
     A metric whose direction is neither declared nor well known is refused.
 
@@ -80,7 +81,7 @@ def metrics_of(metrics: Callable, params: Any, split: Split) -> tuple[Metric, ..
 
 
 def in_batches(split: Split, *, batch_size: int = 256) -> tuple[dict[str, Any], Any]:
-    """All examples of a split as stored, in batches, the last one padded; and the client of each row."""
+    """All examples of a split as stored, in batches (the last one is padded), and the client of each row."""
     n = split.num_examples
     batch_size = min(batch_size, max(n, 1))
     pad = -n % batch_size
@@ -118,16 +119,16 @@ def _of_batch(metrics: Callable, preprocess: Callable | None, params: Any, batch
 
 
 def client_values(sums: Any) -> Any:
-    """Each client's own value of a metric; nan for a client without test examples."""
+    """The value of a metric for each client; nan for a client without test examples."""
     return sums[0] / jnp.where(sums[1] > 0, sums[1], jnp.nan)
 
 
 def summarize(scores: Mapping[str, Any], prefix: str = "test_", declared: Iterable[Metric] = ()) -> dict[str, Any]:
     """Scores as one row of columns: for every metric its value over all examples, and three statistics over clients.
 
-    ``_client_mean`` is the mean of the clients' own values, ``_client_worst`` the worst of them, and
-    ``_client_worst_tenth`` the value that a tenth of the clients do worse than: the 10th percentile where higher is
-    better, the 90th where lower is. ``declared`` says the direction of metrics whose names are not well known.
+    ``_client_mean`` is the mean of the clients' own values, ``_client_worst`` is the worst of them. A tenth of the
+    clients are worse than ``_client_worst_tenth``: it is the 10th percentile if higher is better, the 90th if lower is
+    better. ``declared`` gives the direction of metrics that are not well known.
 
     >>> scores = {"loss": jnp.array([[1.0, 6.0], [1.0, 2.0]])}  # one client with loss 1, another with 6 / 2
     >>> {name: round(float(value), 2) for name, value in summarize(scores, "").items()}

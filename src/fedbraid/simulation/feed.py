@@ -1,7 +1,7 @@
-"""Feeding the engine: cohorts laid out ahead of time, and the cohorts' examples when the data fits no device.
+"""Input of the engine: the layout of the cohorts, and their examples when the data does not fit on a device.
 
-With resident data only slots travel. With streamed data a thread gathers each cohort's examples into one flat block
-per device, so that the next cohort is on its way while this one trains.
+With resident data (all examples on the devices) only the slots are sent. With streamed data a thread copies the next
+cohort's examples into one flat block per device while the current cohort trains.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Feed", "Portion"]
 
 
 class Portion(NamedTuple):
-    """Rounds ready to run: per exchange the slots ``[rounds, ...]`` and the arrays they point into."""
+    """The input of some rounds: for each exchange the slots ``[rounds, ...]`` and the arrays that they index."""
 
     first: int
     number: int
@@ -51,19 +51,19 @@ class Feed:
         self.task, self.plan, self.mesh, self.options = task, plan, mesh, options
         self.alg, self.split = task.algorithm, task.data.train
         self.seed, self.stream = seed, stream
-        self.window = 1 if stream else window  # rounds per portion at most: the static length of the slots
+        self.window = 1 if stream else window  # largest number of rounds in a portion: the static length of the slots
         self._resident: dict[str, Any] | None = None
         self._rows = 0
 
     def with_plan(self, plan: Plan) -> Feed:
-        """The same rounds laid out by another plan; data that is on the devices stays there."""
+        """The same rounds under another plan. Data on the devices is reused."""
         sizes = {"seed": self.seed, "window": self.window, "stream": self.stream}
         other = Feed(self.task, plan, self.mesh, self.options, **sizes)
         other._resident = self._resident
         return other
 
     def layout(self, round_: int) -> list[tuple[Slots, Load]]:
-        """The slots of every exchange of a round, with offsets into the whole data."""
+        """The slots of every exchange of a round, with offsets into the arrays of the whole split."""
         population, laid_out = self.split.num_clients, []
         cohorts = cohorts_of(self.alg, self.seed, round_, population, self.plan.cohort)
         for exchange, ids in zip(self.alg.exchanges, cohorts, strict=True):
@@ -79,10 +79,10 @@ class Feed:
         return self._resident
 
     def reserve(self, rounds: range) -> None:
-        """Streamed blocks have one size for the whole run, the largest needed, so that it compiles once."""
+        """Choose the size of streamed blocks: the largest that these rounds need, so that the program compiles once."""
         if self.stream:
             rows = [self._block_rows(slots) for r in rounds for slots, _ in self.layout(r)]
-            self._rows = max([self._rows, 1, *rows])  # of all that was reserved: several seeds may share a program
+            self._rows = max([self._rows, 1, *rows])  # largest of all calls: several seeds may share a program
 
     def _block_rows(self, slots: Slots) -> int:
         sizes = np.where(slots.ids < self.split.num_clients, slots.size, 0)
@@ -104,9 +104,9 @@ class Feed:
         return Portion(first, number, slots, tuple(self.resident_arrays() for _ in indices), loads)
 
     def _block(self, slots: Slots) -> tuple[Slots, dict[str, Any]]:
-        """The examples of a cohort, one block of rows per device, and slots whose offsets point into the blocks.
+        """The examples of a cohort as one block of rows per device, and slots with offsets into the blocks.
 
-        A host reads the blocks of its own devices alone.
+        Each host reads only the blocks of its own devices.
         """
         devices, rows = self.plan.devices, self._rows
         ids = slots.ids.reshape(devices, -1)
@@ -123,19 +123,19 @@ class Feed:
         return slots._replace(offset=offset.ravel()), arrays
 
     def _mine(self) -> list[int]:
-        """Which devices of the mesh are this process's."""
+        """The indices of this process's devices in the mesh."""
         own = jax.process_index()
         return [i for i, device in enumerate(self.mesh.devices.flat) if device.process_index == own]
 
     def _put(self, arrays: tuple[dict[str, Any], ...]) -> Any:
-        """Blocks of this host's devices onto them."""
+        """Copy this host's blocks to its devices."""
         if not self.mesh.is_multi_process:
             return jax.device_put(arrays, sharded(self.mesh))
         rows, where = self._rows * self.plan.devices, sharded(self.mesh)
         return jax.tree.map(lambda a: jax.make_array_from_process_local_data(where, a, (rows, *a.shape[1:])), arrays)
 
     def portions(self, first: int, stop: int) -> Iterator[Portion]:
-        """Streamed portions one after the other, the next being gathered while one is used."""
+        """Streamed portions in order. A thread reads the next one while the current one is used."""
         ready: queue.Queue[Portion | BaseException | None] = queue.Queue(maxsize=2)
         done = threading.Event()
 
@@ -154,7 +154,7 @@ class Feed:
                         return
                     offer(self.portion(round_, 1))
                 offer(None)
-            except BaseException as error:  # handed to the consumer, who raises it
+            except BaseException as error:  # passed to the consumer, which raises it
                 offer(error)
 
         thread = threading.Thread(target=gather, name="fedbraid-prefetch", daemon=True)
@@ -163,7 +163,7 @@ class Feed:
             while (item := ready.get()) is not None:
                 if isinstance(item, BaseException):
                     raise item
-                # put here, not in the thread: jax's settings, such as float64, belong to the thread of the caller
+                # copied here and not in the thread, because jax's settings (such as float64) are per thread
                 yield item._replace(arrays=self._put(item.arrays))
         finally:
             done.set()

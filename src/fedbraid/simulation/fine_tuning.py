@@ -1,9 +1,9 @@
-"""Post-adaptation evaluation: how good a model is on a client after a few steps on that client's own examples.
+"""Evaluation after adaptation: the scores of a model on a client after a few steps on that client's own examples.
 
-Meta-learning aims at this and not at the model as it is sent (C. Finn, P. Abbeel, S. Levine, ICML 2017), yet any model
-can be adapted, and plain FedAvg followed by fine-tuning is a strong contender (Y. Jiang et al., Improving federated
-learning personalization via model agnostic meta learning, 2019). So scores hold the values before and after adaptation
-side by side, and `compare_adapted` will not make a table without FedAvg in it.
+Meta-learning optimizes these scores, not those of the model before adaptation (C. Finn, P. Abbeel, S. Levine, ICML
+2017). But any model can be adapted, and FedAvg followed by fine-tuning is a strong baseline (Y. Jiang et al., Improving
+federated learning personalization via model agnostic meta learning, 2019). So the scores contain the values before and
+after adaptation, and `compare_adapted` always has a row for FedAvg.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["FEDAVG_ROW", "adaptation", "compare_adapted", "divide"]
 PyTree = Any
 Scores = dict[str, Any]
 FEDAVG_ROW = "fedavg + fine-tuning"
-CHUNK = 32  # clients adapted at a time on an accelerator; a CPU takes them one by one
+CHUNK = 32  # clients adapted at a time on an accelerator; on a CPU one at a time
 
 
 def adaptation(
@@ -44,11 +44,12 @@ def adaptation(
 ) -> Evaluator:
     """A function of params: fine-tune on each client's support set by ``steps`` steps of SGD, test on its query set.
 
-    data: a split, each of whose clients is divided at random into support (the share ``support``) and query examples,
-        the same for every params; or federated data whose test split is by the training clients, each of which adapts
-        on its training examples and is tested on its test examples (``support`` plays no part then).
-    returns: like an evaluator, ``{name: [2, clients]}`` of sums and weights for `summarize`: every metric before
-        adaptation under its own name, and after it under ``adapted_<name>``. A client without query examples weighs 0.
+    data: a split or federated data. The examples of each client in a split are divided at random into support (the
+        share ``support``) and query examples, the same for every params. Federated data must have a test split with the
+        same clients as the training split: a client adapts on its training examples and is tested on its test
+        examples, and ``support`` is not used.
+    returns: like an evaluator, ``{name: [2, clients]}`` of sums and weights for `summarize`. A metric has its own name
+        before adaptation and ``adapted_<name>`` after it. A client without query examples has weight 0.
 
     >>> split = Split.from_clients([{"x": np.full((4, 1), c)} for c in (1.0, 3.0)])
     >>> loss = lambda params, batch, key: 0.5 * jnp.sum((params - batch["x"]) ** 2 * batch["mask"][:, None]) / 2
@@ -96,9 +97,9 @@ def adaptation(
 def compare_adapted(
     adapt: Callable[[PyTree], Scores], fedavg: PyTree, others: Mapping[str, PyTree]
 ) -> dict[str, dict[str, float]]:
-    """A row of summarized scores per model, before and after adaptation, FedAvg + fine-tuning always the first.
+    """One row of summarized scores per model, before and after adaptation. The first row is FedAvg + fine-tuning.
 
-    adapt: what `adaptation` returned; fedavg: params that FedAvg trained on the same data; others: params by name.
+    adapt: the result of `adaptation`; fedavg: params trained by FedAvg on the same data; others: params by name.
 
     >>> adapt = lambda params: {"accuracy": jnp.array([[params], [1.0]]), "adapted_accuracy": jnp.ones((2, 1))}
     >>> table = compare_adapted(adapt, 0.5, {"maml": 0.25})
@@ -106,7 +107,7 @@ def compare_adapted(
     [('fedavg + fine-tuning', 0.5, 1.0), ('maml', 0.25, 1.0)]
     """
     if FEDAVG_ROW in others:
-        raise ValueError(f"the name {FEDAVG_ROW!r} is FedAvg's own row; give another name in others")
+        raise ValueError(f"the name {FEDAVG_ROW!r} is reserved for FedAvg's row; use another name in others")
     rows = {FEDAVG_ROW: fedavg, **others}
     return {
         name: {key: float(value) for key, value in summarize(adapt(params), "", declared_by(adapt)).items()}
@@ -115,9 +116,9 @@ def compare_adapted(
 
 
 def divide(split: Split, support: float, *, seed: int = 0) -> tuple[Split, Split]:
-    """Every client's examples in two, at random: a support and a query split of the same clients.
+    """Divide each client's examples at random into two splits of the same clients: support and query.
 
-    A client's support set has at least one example; a client with a single example has no query set.
+    A client's support set has at least one example. A client with a single example has no query examples.
 
     >>> a, b = divide(Split.from_clients([{"x": np.arange(4)}, {"x": np.arange(1)}]), 0.5)
     >>> a.sizes.tolist(), b.sizes.tolist()
@@ -141,11 +142,11 @@ def _sets(data: Split | FederatedData, support: float, seed: int) -> tuple[Split
     else:
         if data.test is None or not data.aligned:
             raise ValueError(
-                "adaptation to federated data needs a test split by the training clients, in their order; to adapt "
-                "other clients give their split (data.test or data.unseen), which is then divided by support"
+                "adaptation to federated data needs a test split with the training clients, in the same order; to "
+                "adapt other clients give their split (data.test or data.unseen), which is then divided by support"
             )
         data.check()
         tuning, query = data.train, data.test
     if query.num_examples == 0:
-        raise ValueError("no client has a query example: adaptation cannot be tested; lower support")
+        raise ValueError("no client has a query example to test on: lower support")
     return tuning, query

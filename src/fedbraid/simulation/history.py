@@ -1,4 +1,4 @@
-"""What a run writes down: columns with one entry a round, columns with one entry an evaluation, and its load."""
+"""The history of a run: columns with one entry per round, columns with one entry per evaluation, and the load."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def on_host(value: Any) -> Any:
 
 
 def _join(parts: list[Any], put: str) -> Any:
-    """``np.concatenate`` or ``np.stack`` along the last axis; by jax where a part is traced."""
+    """``np.concatenate`` or ``np.stack`` along the last axis; jax's function if a part is traced."""
     module: Any = jnp if any(map(is_traced, parts)) else np
     return getattr(module, put)(parts, axis=-1)
 
 
 class History:
-    """The columns of a run. With an axis of points every column has the points in front, the rounds last."""
+    """The columns of a run. If several points run together, the first axis is the points and the last is the rounds."""
 
     def __init__(self, traffic: Cost, cohort: int) -> None:
         self.traffic, self.cohort = traffic, cohort
@@ -38,7 +38,7 @@ class History:
         self.imbalance = 0.0  # summed over rounds
 
     def add_rounds(self, loads: list[list[Load]], log: Columns) -> None:
-        """Rounds that are done: their load by exchange, and what the clients reported."""
+        """Add completed rounds: their load by exchange, and the columns that the program returned."""
         number = len(loads)
         for exchange in self.traffic.exchanges:
             arrived = log[f"{exchange.name}/arrived"]
@@ -52,16 +52,16 @@ class History:
         self.imbalance += sum(load.imbalance for load in flat) / len(flat) * number
 
     def add_evaluation(self, round_: int, row: Columns) -> None:
-        """Scores of the model after ``round_`` rounds."""
+        """Add the scores of the model after ``round_`` rounds."""
         self.evaluations.append({"round": round_} | {name: on_host(value) for name, value in row.items()})
 
     def rounds(self) -> Columns:
-        """The columns with one entry a round."""
+        """The columns with one entry per round."""
         names = self.logs[0] if self.logs else {}
         return {name: _join([log[name] for log in self.logs], "concatenate") for name in names}
 
     def evaluated(self) -> Columns:
-        """The columns with one entry an evaluation, among them ``round``."""
+        """The columns with one entry per evaluation; one of them is ``round``."""
         names = self.evaluations[0] if self.evaluations else {}
         return {name: _join([on_host(row[name]) for row in self.evaluations], "stack") for name in names}
 
@@ -75,12 +75,12 @@ class History:
     # -- checkpoints
 
     def export(self) -> dict[str, Any]:
-        """Everything as arrays, for a checkpoint."""
+        """The history as arrays, for a checkpoint."""
         load = {"steps": self.steps, "masked": self.masked, "imbalance": self.imbalance}
         return {"log": self.rounds(), "evaluations": self.evaluated(), "load": load}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """What :meth:`export` gave."""
+        """Take over what :meth:`export` returned."""
         self.logs = [saved["log"]] if saved["log"] else []
         rows = saved["evaluations"] or {}
         count = len(rows["round"]) if rows else 0

@@ -1,8 +1,8 @@
-"""Several hosts: one process on each, and the clients of a round spread over all their devices.
+"""Several hosts: one process on each, and the clients of a round spread over the devices of all hosts.
 
-Every process runs the same program on the same configuration and lays out the same rounds; ``jax.distributed`` lets
-their devices sum up uploads. What one process alone may know (its clock, its free memory, a key pressed) must be agreed
-on before it decides anything, or the processes would part. Process 0 alone writes.
+Every process runs the same program with the same configuration and lays out the same rounds. ``jax.distributed`` sums
+the uploads over the devices. A decision that depends on local values (the clock, free memory, a key press) must be the
+same on all hosts, so the processes first agree on the value. Only process 0 writes files.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ __all__ = [
     "watch_over",
 ]
 
-HEARTBEAT = 20  # seconds without a sign of life after which a host is given up
+HEARTBEAT = 20  # seconds without a heartbeat after which a host counts as lost
 LOST = (
-    "a host of this run no longer answers: all hosts stop. The run goes on from its last checkpoint with "
-    "fedbraid run --resume, on fewer hosts too"
+    "a host of this run no longer answers: all hosts stop. Continue from the last checkpoint with "
+    "fedbraid run --resume, also on fewer hosts"
 )
 APART = (
-    "the hosts did not come together in time: start all of them, with the same --hosts and --host-count and each with "
-    "a --host-id of its own, and see that the first one's port can be reached"
+    "the hosts did not connect in time: start all of them with the same --hosts and --host-count, each with its own "
+    "--host-id, and check that the port of the first host can be reached"
 )
 TEXT = 4096  # bytes of a message between hosts
 
@@ -55,10 +55,10 @@ class HostLost(RuntimeError):
 
 
 def check(hosts: str | None, count: int | None, index: int | None) -> None:
-    """Refuse hosts that cannot be joined, before anything starts."""
+    """Refuse wrong options before anything starts."""
     if hosts in (None, "auto"):
         if count is not None or index is not None:
-            raise ValueError("--host-count and --host-id go with --hosts ADDRESS:PORT")
+            raise ValueError("--host-count and --host-id need --hosts ADDRESS:PORT")
         return
     address, colon, port = hosts.rpartition(":")
     if not (colon and address and port.isdigit() and 0 < int(port) < 1 << 16):
@@ -66,7 +66,7 @@ def check(hosts: str | None, count: int | None, index: int | None) -> None:
             f"--hosts must be ADDRESS:PORT of the first host, such as 10.0.0.1:9876, or auto; got {hosts!r}"
         )
     if count is None or index is None:
-        raise ValueError(f"--hosts {hosts} needs --host-count, how many there are, and --host-id, which one this is")
+        raise ValueError(f"--hosts {hosts} needs --host-count, the number of hosts, and --host-id, this host's number")
     if count < 1:
         raise ValueError(f"--host-count must be at least 1, got {count}")
     if not 0 <= index < count:
@@ -74,10 +74,11 @@ def check(hosts: str | None, count: int | None, index: int | None) -> None:
 
 
 def join(hosts: str, count: int | None = None, index: int | None = None, *, timeout: int = 300) -> None:
-    """Make this process one of several that run together; call it before jax touches a device.
+    """Connect this process with those of the other hosts; call it before jax uses a device.
 
-    hosts: ``ADDRESS:PORT`` of process 0, where the others report, with how many there are and which one this is; or
-    ``auto`` to read all three from what SLURM, Open MPI or Kubernetes tell their processes.
+    hosts: ``ADDRESS:PORT`` of process 0, to which the others connect; or ``auto`` to read all three arguments from the
+        environment that SLURM, Open MPI or Kubernetes set.
+    count, index: the number of processes, and the number of this one.
     """
     check(hosts, count, index)
     arguments: dict[str, Any] = {}
@@ -98,7 +99,7 @@ def join(hosts: str, count: int | None = None, index: int | None = None, *, time
             "--hosts ADDRESS:PORT --host-count N --host-id I"
         ) from None
     except RuntimeError as error:  # jax's own, when process 0 does not answer in time
-        raise ValueError(f"--hosts {hosts}: the hosts did not come together: {_first_line(error)}") from error
+        raise ValueError(f"--hosts {hosts}: the hosts did not connect: {_first_line(error)}") from error
 
 
 def several() -> bool:
@@ -106,7 +107,7 @@ def several() -> bool:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes."""
+    """Whether this is process 0, which writes the files."""
     return jax.process_index() == 0
 
 
@@ -115,7 +116,7 @@ def number() -> int:
 
 
 def agreed(value: Any) -> Any:
-    """What process 0 has, a tree of arrays of shapes that all share."""
+    """The value of process 0: a tree of arrays. All processes must give the same shapes."""
     if not several():
         return value
     from jax.experimental import multihost_utils
@@ -137,17 +138,17 @@ def _gathered(value: np.ndarray) -> np.ndarray:
 
 
 def any_of(flag: bool) -> bool:
-    """Whether it is so on any host."""
+    """Whether the flag is true on any host."""
     return bool(_gathered(np.array([flag])).any()) if several() else flag
 
 
 def least(amount: float) -> float:
-    """The smallest amount that any host has, to seven digits."""
+    """The smallest amount over all hosts, to seven digits."""
     return float(_gathered(np.array([amount], np.float32)).min()) if several() else amount
 
 
 def _texts(text: str) -> list[str]:
-    """What every host has to say."""
+    """The texts of all hosts."""
     words = np.zeros(TEXT, np.uint8)
     data = text.encode()[:TEXT]
     words[: len(data)] = np.frombuffer(data, np.uint8)
@@ -155,13 +156,13 @@ def _texts(text: str) -> list[str]:
 
 
 def same(text: str, what: str) -> None:
-    """Refuse hosts that were started with different things."""
+    """Refuse hosts whose texts differ."""
     if several() and len(set(_texts(text))) > 1:
-        raise ValueError(f"the hosts were started with different {what}: start all of them with the same")
+        raise ValueError(f"the hosts were started with different {what}: start all of them with the same ones")
 
 
 def first_alone(act: Callable[[], Any]) -> None:
-    """Let process 0 do something; what it refuses, all refuse."""
+    """Let process 0 do something. If it raises an error, all processes raise it."""
     problem = ""
     if is_first():
         try:
@@ -187,7 +188,7 @@ def local(tree: Any) -> Any:
 
 
 def placement(devices: int | None = None) -> list[str]:
-    """A line for each host: its process, its name, its devices. All hosts must ask."""
+    """A line for each host: its process, its name, its devices. All hosts must call it."""
     kinds = [f"{d.platform}:{d.id}" for d in jax.local_devices()[:devices]]
     mine = f"process {jax.process_index()} of {jax.process_count()} on {socket.gethostname()}: {' '.join(kinds)}"
     return _texts(mine) if several() else [mine]
@@ -198,27 +199,27 @@ def _first_line(error: BaseException) -> str:
 
 
 def lost(error: BaseException) -> HostLost:
-    """The sentence for an error of the network between hosts."""
+    """The exception for an error of the network between hosts."""
     return HostLost(f"{LOST} ({_first_line(error)[:200]})")
 
 
 def watch_over(say: Callable[[str], None]) -> Callable[[], Any]:
-    """Fork, before jax starts: the child returns and works, this process waits for it and says how it ended.
+    """Fork before jax starts. The child returns and does the work; the parent waits and reports how the child ended.
 
-    When a host dies or does not come, jax aborts the processes of all others from a thread of its own: no handler of
-    Python runs, and what is left is a stack trace. The parent is there to say what it means, and to end with a plain
-    status. The child calls what it gets when it has joined.
+    When a host dies or does not connect, jax aborts the processes of all other hosts from one of its threads. No
+    exception handler of Python runs, and jax prints only a stack trace. The parent then prints a readable message and
+    exits with a normal status. The child must call the returned function once it has connected to the other hosts.
     """
     reads, writes = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # jax warns of forks: its threads do not run yet
+        warnings.simplefilter("ignore")  # jax warns about forks, but its threads have not started yet
         child = os.fork()
     if child == 0:
         threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
         os.close(reads)
         return lambda: os.write(writes, b"joined")
     os.close(writes)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the child gets it from the terminal, and ends the run in order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal also sends it to the child, which ends the run cleanly
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if ended == -signal.SIGABRT:
@@ -235,7 +236,7 @@ def _leave_with(parent: int) -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process at once: the orderly end of jax would wait for hosts that are gone."""
+    """End this process at once: a normal exit of jax would wait for hosts that are gone."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

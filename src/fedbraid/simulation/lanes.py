@@ -1,8 +1,8 @@
-"""The plan of lanes: clients run side by side, and where one ends the next one starts in its place.
+"""The plan of lanes: clients run in parallel lanes. When a client ends, the next client starts in its lane.
 
-The steps of every client are known before the round, so the host makes a timetable of endings
-(:class:`fedbraid.simulation.plan.Timetable`). The compiled loop goes from one ending to the next. Each tick of the
-inner loop is one local step on all lanes.
+The number of steps of every client is known before the round, so the host makes a timetable of when clients end
+(:class:`fedbraid.simulation.plan.Timetable`). The compiled loop goes from one end to the next. Each tick of the inner
+loop is one local step on all lanes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def run_on_lanes(bench: Bench, plan: Plan, matrices: Any, states: PyTree) -> tup
     """All clients of an exchange on one device: their tally and their next states.
 
     Folds run one after the other over the whole cohort. The results of all folds but the last are kept, one per
-    client. Those of the last are summed as they come, so a single fold needs memory for its lanes, not for the cohort.
+    client. The results of the last fold are summed at once, so a single fold needs memory for its lanes only.
     """
     work = cast(LocalWork, bench.exchange.client)
     kept: tuple = ()
@@ -101,7 +101,7 @@ class _LaneFold:
         """The results by slot, or for the last fold the tally; and the clients' states."""
         table, many = self.table, len(self.bench.slots.ids)
         width, slot = len(table.first), table.first[0]
-        # A number of ticks that the compiler knows spares the host one synchronisation after each.
+        # With a static number of ticks the device does not synchronise with the host after each tick.
         ticks = int(self.fold.batches.count(np.int64(self.plan.alike))) if self.plan.alike else None
         extent = extent_of(self.fold, self.plan.alike or self.bench.cap, self.plan.usual, width)
         growth = grow(partial(self.begin, states), self.advance, (slot, jnp.int32(0)), extent, self.matrices)
@@ -119,7 +119,7 @@ class _LaneFold:
             running, k, rest, rows = jax.lax.fori_loop(0, table.wait[e] if ticks is None else ticks, tick, lanes)
             fresh = jax.vmap(partial(start, states))(following), jnp.zeros_like(lane)
             if ticks is None:
-                where = jnp.minimum(lane, len(running) - 1)  # where fewer clients end together, some are read twice
+                where = jnp.minimum(lane, len(running) - 1)  # padding reads the last lane again
                 ended = _at(rest, where), growth.matrices_on(rows, where, k[where])
                 lanes = _put(running, lane, following), _put(k, lane, fresh[1]), _put(rest, lane, fresh[0]), rows
             else:  # all lanes end at once, in order
@@ -137,7 +137,7 @@ class _LaneFold:
         return gained, states
 
     def take(self, states: PyTree, gained: PyTree, slot: Any, ended: PyTree) -> tuple[PyTree, PyTree]:
-        """The states and the results with those of the clients that ended; slots past the last are dropped."""
+        """Add the states and results of the clients that ended. Slots past the last one are padding and dropped."""
         many = len(self.bench.slots.ids)
         real, known = slot < many, jnp.minimum(slot, many - 1)
         if not self.is_last:
@@ -146,7 +146,7 @@ class _LaneFold:
         return _put(states, slot, few.state), add_clients(gained, few.tally, slot, real, self.gather)
 
     def nothing(self, states: PyTree, slot: Any, many: int) -> PyTree:
-        """The results before the first client ended."""
+        """The initial results, before any client has ended."""
         example = (states, slot, jax.eval_shape(self.begin, states, slot))
         if self.is_last:
             return zero_tally(jax.eval_shape(self.report, *example).tally, self.gather, many)

@@ -1,4 +1,4 @@
-"""The one loop over rounds: when to run, evaluate, save and report.
+"""The loop over rounds: when to run, evaluate, save and report.
 
 A run, a sweep, a comparison, a trace and a deployment all use :class:`RoundLoop`. They differ in the *driver*: the
 object that computes rounds, by compiled programs (:mod:`fedbraid.simulation.rounds`) or by messages to a federation
@@ -16,12 +16,12 @@ __all__ = ["Driver", "RoundLoop", "Schedule"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is due after which round.
+    """After which rounds the model is evaluated and saved.
 
-    rounds: the last round.
-    evaluate_every: evaluate after every so many rounds and after the last; None never evaluates.
-    checkpoint_every: save after every so many rounds and after the last; None never saves.
-    marks: further rounds to evaluate after.
+    rounds: the total number of rounds.
+    evaluate_every: evaluate after every ``evaluate_every`` rounds and after the last; None never evaluates.
+    checkpoint_every: save after every ``checkpoint_every`` rounds and after the last; None never saves.
+    marks: further rounds after which to evaluate.
 
     >>> schedule = Schedule(rounds=10, evaluate_every=4, checkpoint_every=5)
     >>> [schedule.next_stop(done) for done in (0, 4, 5, 8)]
@@ -36,7 +36,7 @@ class Schedule:
     marks: frozenset[int] = frozenset()
 
     def next_stop(self, done: int) -> int:
-        """The next round after ``done`` rounds at which something is due."""
+        """The next round after ``done`` at which the model is evaluated or saved, or the last round."""
         every = [period for period in (self.evaluate_every, self.checkpoint_every) if period is not None]
         later = [mark for mark in self.marks if mark > done]
         return min([self.rounds, *((done // period + 1) * period for period in every), *later])
@@ -53,7 +53,7 @@ class Schedule:
 
 
 class Driver(Protocol):
-    """What computes the rounds of a loop."""
+    """The object that computes the rounds of a loop."""
 
     done: int  # rounds completed
 
@@ -62,7 +62,7 @@ class Driver(Protocol):
         ...
 
     def evaluate(self) -> None:
-        """Evaluate the model after the rounds completed, and keep the scores."""
+        """Evaluate the current model and keep the scores."""
         ...
 
     def save(self) -> None:
@@ -77,15 +77,15 @@ class Driver(Protocol):
 class RoundLoop:
     """Runs a driver to the end of its schedule.
 
-    tell: called after each step of the loop; it returns True to stop the run, which then saves a checkpoint if the
-        schedule has checkpoints.
+    tell: called after each step of the loop. If it returns True, the run stops, after a checkpoint if the schedule has
+        checkpoints.
     """
 
     def __init__(self, driver: Driver, schedule: Schedule, tell: Callable[[], Any] | None = None) -> None:
         self.driver, self.schedule, self.tell = driver, schedule, tell
 
     def run(self) -> bool:
-        """Run the remaining rounds. Returns False if the run was told to stop before the last."""
+        """Run the remaining rounds. Returns False if ``tell`` stopped the run before the last round."""
         driver, schedule = self.driver, self.schedule
         try:
             while driver.done < schedule.rounds:

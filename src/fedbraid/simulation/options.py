@@ -1,6 +1,6 @@
-"""How a run is computed: one frozen value, handed through whole.
+"""Options of the engine: how a run is computed, as one frozen dataclass.
 
-Results do not depend on these options beyond rounding. To add an option: a field here (or in
+Results do not depend on these options beyond rounding. To add an option, add a field here (or in
 :class:`fedbraid.lowering.options.LoweringOptions` if it changes how clients are compiled), the code that reads it, and
 a line in ``docs/scale.md``. Configurations and the command line read the fields from this class.
 """
@@ -22,12 +22,13 @@ PLACES = ("auto", "device", "host")
 
 @dataclass(frozen=True)
 class EngineOptions(LoweringOptions):
-    """How a run is computed. The defaults fit the machine.
+    """How a run is computed. The defaults adapt to the machine.
 
     plan: "sequential" runs one client at a time on each device, "chunks" runs padded chunks of clients under ``vmap``,
         "lanes" packs clients into parallel lanes. "auto" is sequential on a CPU and lanes on an accelerator.
-    chunk: clients (or lanes) at a time on each device; "auto" takes as many as fit, by a rule. ``fedbraid tune-engine``
-        measures which plan and chunk are fastest. A device that runs out of memory halves it and repeats the round.
+    chunk: number of clients (or lanes) at a time on each device; "auto" chooses by the memory of the device.
+        ``fedbraid tune-engine`` measures which plan and chunk are fastest. If a device runs out of memory, the chunk is
+        halved and the round repeated.
     devices: devices of each host to use; None uses all.
     data_in: "device" copies all examples to the devices, "host" streams each cohort; "auto" copies if they fit.
     states_in: where client states are kept: "device", "host" (memory), or the path of a folder; "auto" chooses.

@@ -1,4 +1,4 @@
-"""Where a run is computed: its devices, its plan, and where examples and client states lie."""
+"""Where a run is computed: its devices, its plan, and where examples and client states are kept."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ PyTree = Any
 
 
 class Placement(NamedTuple):
-    """What :class:`EngineOptions` mean for one run on this machine."""
+    """The choices that :class:`EngineOptions` lead to for one run on this machine."""
 
     mesh: Mesh
     plan: Plan
-    stream: bool  # examples stay on the host and travel cohort by cohort
+    stream: bool  # examples stay on the host and are copied cohort by cohort
     on_host: bool  # client states stay on the host
-    folder: Path | None  # in this folder; None: in memory
+    folder: Path | None  # folder of client states on the host; None: in memory
 
     def resumed(self, options: EngineOptions, tree: dict[str, Any]) -> Placement:
-        """The placement of a run that goes on from a checkpoint.
+        """The placement of a run that continues from a checkpoint.
 
-        The run may have halved its chunk when a device ran out of memory. Taking the same chunk gives the same bits.
+        The run may have halved its chunk when a device ran out of memory. The same chunk gives the same bits.
         """
         if tree.get("plan") is None or options.chunk != "auto":
             return self
@@ -62,12 +62,12 @@ def place_run(
 
 
 def streams(options: EngineOptions, split: Split, mesh: Mesh) -> bool:
-    """Whether examples stay on the host and travel round by round."""
+    """Whether examples stay on the host and are copied round by round."""
     return options.data_in == "host" or (options.data_in == "auto" and not fits(split.nbytes, mesh))
 
 
 def fits(wanted: int, mesh: Mesh) -> bool:
-    """Whether so many bytes fit on every device, with room left to compute."""
+    """Whether ``wanted`` bytes fit on every device and leave memory for the computation."""
     device = mesh.local_devices[0]
     copies = len(mesh.local_devices) if device.platform == "cpu" else 1
     return wanted * copies <= 0.4 * hosts.least(free_memory(device))

@@ -1,15 +1,17 @@
-"""Who is trained where: cohorts laid out over devices, balanced, before a round runs.
+"""Plans: which device trains which client of a cohort, and when. The host makes the layout before a round runs.
 
-Three plans share one layout of *slots* (device-major):
+All three plans use one layout of *slots* (device-major), one slot per client:
 
-- ``sequential``: every device takes its clients one after the other with a dynamic number of steps. Nothing is masked;
-  clients are dealt out longest first, each to the device with the least work. The plan of a CPU: one client per core.
-- ``chunks``: every device takes vmapped chunks of clients sorted by their number of steps, so that a chunk's clients
-  end at about the same time. Steps of a client that has ended before its chunk are masked. The plan of opaque clients.
-- ``lanes``: every device keeps some lanes busy; each has a queue of clients, and every tick is one local step on all
-  lanes. Where a client ends, its result is taken and the next one starts in its place. Step counts are known before the
-  round, so the whole timetable is made here: the compiled loop goes from one ending to the next and selects nothing.
-  The plan of a GPU.
+- ``sequential``: every device runs its clients one after the other with a dynamic number of steps. Nothing is masked.
+  Clients are assigned longest first, each to the device with the least work so far. This is the plan for CPUs: one
+  client per core.
+- ``chunks``: every device runs vmapped chunks of clients. Clients are sorted by their number of steps, so that those of
+  a chunk end at about the same time. Steps after a client's end are masked until its chunk ends. Opaque clients (not
+  made of local steps) run in chunks in the plan of lanes, too.
+- ``lanes``: every device runs several lanes in parallel. Each lane has a queue of clients, and every tick is one local
+  step on all lanes. When a client ends, its result is stored and the next client starts in its lane. Step counts are
+  known before the round, so the whole timetable is made here. The compiled loop goes from one end to the next and needs
+  no masks. This is the plan for GPUs.
 """
 
 from __future__ import annotations
@@ -45,32 +47,32 @@ __all__ = [
     "steps_of",
 ]
 
-LANES = 32  # fill a large GPU; more only mask more
-TOGETHER = 8  # clients whose endings are taken care of at once, at most, unless all end together
+LANES = 32  # enough to fill a large GPU; more lanes only mask more steps
+TOGETHER = 8  # largest number of clients in one event of the timetable, unless all clients end together
 
 
 class Plan(NamedTuple):
-    """How cohorts are laid out: fixed for a run, so that it compiles once."""
+    """How cohorts are laid out. It is fixed for a run, so that the program compiles once."""
 
     kind: Literal["sequential", "chunks", "lanes"]
     devices: int
     cohort: int
     chunk: int  # clients in one vmap, or lanes; 1 in the sequential plan
-    alike: int = 0  # size of a client, if all clients take the same number of steps and so end together; else 0
+    alike: int = 0  # size of a client if all clients take the same number of steps (they end together); else 0
     usual: int = 0  # size-weighted mean client size, sum n^2 / sum n; 0 unless the plan is lanes
 
     def words(self) -> str:
-        """The plan in a sentence: "sequential", "chunks of 4", "8 lanes"."""
+        """The plan as text: "sequential", "chunks of 4", "8 lanes"."""
         chunks, lanes = f"chunks of {self.chunk}", f"{self.chunk} lanes"
         return {"sequential": "sequential", "chunks": chunks, "lanes": lanes}[self.kind]
 
     @property
     def lanes(self) -> Lanes:
-        """What the rewriting of programs must know of it."""
+        """The part of the plan that lowering needs."""
         return Lanes(self.chunk if self.kind == "lanes" else 0, self.alike, self.usual)
 
     def record(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """The part of the plan that a checkpoint stores."""
         return {"kind": self.kind, "devices": self.devices, "cohort": self.cohort, "chunk": self.chunk}
 
     @property
@@ -82,32 +84,33 @@ class Plan(NamedTuple):
 
 
 class Timetable(NamedTuple):
-    """One fold of a cohort on lanes: its endings in order of time, arrays over ``devices * slots``.
+    """One fold of a cohort on lanes: events in order of time, as arrays over ``devices * slots``.
 
-    Clients that end at the same time do so together, up to so many at once (the second axis). Where there are fewer,
-    lane and slot are beyond the last one. Where all clients take as many steps, the i-th place is that of lane i.
+    An event is the end of one or more clients at the same tick. The second axis of ``lane``, ``slot`` and ``next`` are
+    these clients. Padding has lane and slot numbers past the last one. If all clients take the same number of steps,
+    entry i belongs to lane i.
     """
 
-    first: Any  # [devices * lanes] slot that each lane starts with
-    events: Any  # [devices] how many endings there are; they come first
-    wait: Any  # [devices * slots] ticks from the ending before
-    lane: Any  # [devices * slots, together] where clients end
-    slot: Any  # which
-    next: Any  # slots that start there then; the same ones again when the queue is empty
+    first: Any  # [devices * lanes] slot of the first client of each lane
+    events: Any  # [devices] number of events; the entries after them are padding
+    wait: Any  # [devices * slots] ticks since the event before
+    lane: Any  # [devices * slots, together] lanes of the clients that end
+    slot: Any  # slots of the clients that end
+    next: Any  # slots of the clients that start in these lanes; the same slot again if the queue is empty
 
 
 class Slots(NamedTuple):
     """One exchange of one round: arrays over ``devices * slots``, device-major."""
 
-    ids: Any  # client, or the population's size where the slot is empty
+    ids: Any  # client, or the population's size if the slot is empty
     offset: Any
     size: Any
-    live: Any  # [devices] number of slots in use; they come first
-    lanes: tuple[Timetable, ...] = ()  # per fold, in the plan of lanes
+    live: Any  # [devices] number of used slots; empty slots come after them
+    lanes: tuple[Timetable, ...] = ()  # one per fold in the plan of lanes, else empty
 
 
 class Load(NamedTuple):
-    """What a layout costs: local steps done and masked, and steps of the busiest device over the mean."""
+    """The cost of a layout: local steps computed and masked, and steps of the busiest device divided by the mean."""
 
     steps: int
     masked: int
@@ -122,7 +125,7 @@ def steps_of(client: Callable, sizes: np.ndarray) -> list[np.ndarray]:
 
 
 def cohorts_of(alg: Algorithm, seed: int, round_: int, population: int, size: int) -> list[np.ndarray]:
-    """The clients asked in every exchange of a round."""
+    """The cohort of every exchange of a round."""
     drawn: list[np.ndarray] = []
     for i, exchange in enumerate(alg.exchanges):
         same = exchange.cohort == "same"
@@ -133,7 +136,7 @@ def cohorts_of(alg: Algorithm, seed: int, round_: int, population: int, size: in
 def lay_out(
     plan: Plan, ids: np.ndarray, offsets: np.ndarray, sizes: np.ndarray, folds: list[np.ndarray], population: int
 ) -> tuple[Slots, Load]:
-    """Deal a cohort out to the devices. ``offsets``, ``sizes`` and the ``folds``' steps are those of ``ids``."""
+    """Assign a cohort to the devices. ``offsets``, ``sizes`` and the steps in ``folds`` are those of ``ids``."""
     steps = np.sum(folds, axis=0)
     order = np.argsort(-steps, kind="stable")
     hands = _longest_first(order, steps, plan.devices) if plan.kind == "sequential" else _striped(plan, order)
@@ -163,7 +166,7 @@ def lay_out(
 
 
 def _longest_first(order: np.ndarray, steps: np.ndarray, many: int) -> list[list[int]]:
-    """Deal out in the given order, each to the hand with the least work so far."""
+    """Assign clients in the given order to ``many`` lists, each to the list with the least work so far."""
     heap = [(0, d) for d in range(many)]
     hands: list[list[int]] = [[] for _ in range(many)]
     for i in order.tolist():
@@ -174,7 +177,7 @@ def _longest_first(order: np.ndarray, steps: np.ndarray, many: int) -> list[list
 
 
 def _striped(plan: Plan, order: np.ndarray) -> list[list[int]]:
-    """Devices take sorted chunks in turn: chunk by chunk they run clients of about the same length."""
+    """Divide each block of sorted clients over the devices, so that their chunks run for about the same time."""
     stride = plan.chunk * plan.devices
     hands: list[list[int]] = [[] for _ in range(plan.devices)]
     for start in range(0, len(order), stride):
@@ -186,12 +189,12 @@ def _striped(plan: Plan, order: np.ndarray) -> list[list[int]]:
 
 
 def _chunked(plan: Plan, steps: np.ndarray) -> int:
-    """Steps computed when every chunk runs as long as its longest client."""
+    """Number of steps if every chunk runs as long as its longest client, masked steps included."""
     return sum(plan.chunk * int(steps[a : a + plan.chunk].max()) for a in range(0, len(steps), plan.chunk))
 
 
 def _timetable(plan: Plan, steps: np.ndarray) -> tuple[Timetable, int]:
-    """When which client of one device ends on which lane, and how many ticks it takes in all."""
+    """The timetable of one device and one fold, and its total number of ticks."""
     queues = _longest_first(np.argsort(-steps, kind="stable"), steps, plan.chunk)
     together = plan.chunk if plan.alike else min(TOGETHER, plan.chunk)
     endings = []
@@ -221,9 +224,9 @@ def _timetable(plan: Plan, steps: np.ndarray) -> tuple[Timetable, int]:
 
 
 def choose_plan(alg: Algorithm, params: Any, data: Any, mesh: Mesh, options: EngineOptions, cohort: int) -> Plan:
-    """The plan by rule, from the options, the program, the kind of devices and their total memory.
+    """The plan for the options, the program, the kind of devices and their total memory.
 
-    What else the machine does has no influence, so the same configuration takes the same plan again.
+    Other work on the machine has no influence, so the same configuration always gets the same plan.
     """
     split: Split = data.train
     device, devices = mesh.local_devices[0], mesh.devices.size
@@ -236,7 +239,7 @@ def choose_plan(alg: Algorithm, params: Any, data: Any, mesh: Mesh, options: Eng
     alike = _alike(alg, split) if kind == "lanes" else 0
     if chunk == "auto":
         chunk = min(most_clients(client_bytes(alg, params, data, options), mesh) or share, share)
-        if alike:  # nothing is masked whatever the chunk is, but the last lanes should not be few
+        if alike:  # no chunk size masks steps; choose one that divides the clients evenly
             chunk = -(-share // -(-share // chunk))
         elif kind == "lanes":
             chunk = min(chunk, max(LANES, share // 4))
@@ -245,18 +248,18 @@ def choose_plan(alg: Algorithm, params: Any, data: Any, mesh: Mesh, options: Eng
 
 
 def _alike(alg: Algorithm, split: Split) -> int:
-    """The size of a client, if all clients take the same number of steps; else 0."""
+    """The size of a client if all clients take the same number of steps, else 0."""
     folds = (fold for exchange in alg.exchanges for fold in steps_of(exchange.client, split.sizes))
     return int(split.sizes[0]) if all(bool(np.all(fold == fold[0])) for fold in folds) else 0
 
 
 def most_clients(need: int | None, mesh: Mesh) -> int | None:
-    """How many clients of ``need`` bytes a device takes at a time: half of its memory; None if ``need`` is unknown."""
+    """Number of clients of ``need`` bytes that fit in half of a device's memory; None if ``need`` is unknown."""
     return int(max(1, 0.5 * hosts.least(total_memory(mesh.local_devices[0])) // need)) if need else None
 
 
 def client_bytes(alg: Algorithm, params: Any, data: Any, options: EngineOptions) -> int | None:
-    """Memory that one more client in a chunk takes, by the compiled program; None while hyper-parameters are traced."""
+    """Bytes that one more client in a chunk takes, by the compiled program; None if hyper-parameters are traced."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     server, state = jax.eval_shape(alg.init, params), jax.eval_shape(alg.init_client, params)
     whole = data_shapes(data)

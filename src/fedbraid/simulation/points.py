@@ -1,14 +1,14 @@
-"""Several points of one task as one program: a sweep of values that may be traced is a ``vmap``.
+"""Several points of one task as one program: a sweep over values that can be traced is a ``vmap``.
 
-A *point* gives values to some hyper-parameters. Points that differ in traced values alone share every shape, so one
-program runs them together, with the points as the leading axis of the server, the client states and the columns.
+A *point* gives values to some hyper-parameters. Points that differ only in traced values have the same shapes, so one
+program runs them together. The points are the first axis of the server, the client states and the columns.
 
-All points at a seed see the same initial model, cohorts and batches. So they are compared under equal conditions, and
-shuffling and gathering happen once for all. Another seed has other cohorts, which the host lays out: seeds run one
-after the other through the same compiled program.
+All points with one seed get the same initial model, cohorts and batches. So they are compared under equal conditions,
+and batches are shuffled and gathered once for all points. Another seed has other cohorts, which the host lays out, so
+seeds run one after the other with the same compiled program.
 
-With at least as many points as devices, every device takes points of its own and exchanges nothing with the others.
-With fewer, clients are spread over the devices as in a single run.
+If there are at least as many points as devices, every device runs its own points and sends nothing to the others. With
+fewer points, the clients are spread over the devices as in a single run.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ __all__ = ["PointTask", "Points", "PointsResult", "Study"]
 
 PyTree = Any
 AXIS = "points"
-SECONDS = "seconds"  # the column of an evaluation that holds the clock
-SHARE = 0.6  # of a device's memory that one program may take
-WIDE = 16_000  # bytes of a model below which one product for all points is faster than one product for each
+SECONDS = "seconds"  # column of evaluations: seconds since the start
+SHARE = 0.6  # share of a device's memory that one program may use
+WIDE = 16_000  # for models of fewer bytes, one matrix product for all points is faster than one per point
 
 
 class PointTask(NamedTuple):
-    """What one point runs: its task, its metrics, and its initial parameters by seed."""
+    """What one point runs: its task, its metrics, and a function from the seed to the initial parameters."""
 
     task: Task
     metrics: Callable | None
@@ -63,11 +63,11 @@ class PointTask(NamedTuple):
 class Study:
     """What all points of a program share.
 
-    build: ``(values, data) -> PointTask``; ``values`` gives a (traced) number to each key.
+    build: ``(values, data) -> PointTask``; ``values`` has a (traced) number for each key.
     keys: names of the hyper-parameters that differ between points.
-    first: a valid point, for shapes and traffic.
-    data: the federated data; its training split is trained on.
-    test: the split that is evaluated, under names that begin with ``prefix``; None evaluates nothing.
+    first: a valid point, for shapes and communication costs.
+    data: the federated data; training uses its training split.
+    test: the split to evaluate on; None does not evaluate. Its columns begin with ``prefix``.
     """
 
     build: Callable[[Mapping[str, Any], FederatedData], PointTask]
@@ -79,11 +79,11 @@ class Study:
 
 
 class PointsResult(NamedTuple):
-    """Several points at one seed, after ``rounds`` rounds; arrays have the points in front.
+    """Several points with one seed, after ``rounds`` rounds. The first axis of arrays is the points.
 
-    A point has *diverged* if its model or a pooled score was not finite, or if in some round all uploads that arrived
-    were refused for not being finite. The engine refuses such uploads so that one bad client does no harm. Where all
-    are bad the model stays as it was, and its last good score would pass for a result.
+    A point has *diverged* if its model or a score over all examples was not finite, or if in some round all uploads
+    that arrived were refused because they were not finite. The engine refuses such uploads, so that one bad client does
+    no harm. If all are bad, the model does not change, and its last good score would look like a valid result.
     """
 
     rounds: int
@@ -91,8 +91,8 @@ class PointsResult(NamedTuple):
     evaluations: dict[str, np.ndarray]  # [points, evaluations]; "round" is [evaluations]
     clients: dict[str, np.ndarray]  # [points, clients]: each client's own metric at the end
     diverged: np.ndarray  # [points]
-    seconds: np.ndarray  # [evaluations]: since the start, for all points together
-    carry: Any = None  # (server, states) to go on from, if they were to be kept
+    seconds: np.ndarray  # [evaluations]: seconds since the start, for all points together
+    carry: Any = None  # (server, states) to continue from, if ``keep`` was set
 
     def take(self, index: Any) -> PointsResult:
         """The result of some of the points."""
@@ -112,16 +112,16 @@ class PointsResult(NamedTuple):
 
 
 class PointsError(ValueError):
-    """Points that cannot run on this machine; says what to change."""
+    """The points cannot run on this machine; the message says what to change."""
 
 
 @jax.custom_batching.custom_vmap
 def _own_copy(field: Any, values: Any) -> Any:
-    """``field``; mapped over points, a copy of it for each.
+    """``field``; under a ``vmap`` over points, a copy of it for each point.
 
-    All points see the same batch. Multiplied as one array with the weights of all points it makes one wide product,
-    for which XLA transposes the weights at every step. With a copy for each point there are as many small products, in
-    place. On a CPU that took 0.7 of the time with softmax regression (784 -> 62) and 0.8 with an MLP of 300-100 units.
+    All points see the same batch. If it is one shared array, XLA makes one wide product with the weights of all points
+    and transposes the weights at every step. A copy per point gives one small product per point and no transpose. On a
+    CPU that took 0.7 of the time with softmax regression (784 -> 62) and 0.8 with an MLP of 300-100 units.
     """
     del values
     return field
@@ -129,16 +129,16 @@ def _own_copy(field: Any, values: Any) -> Any:
 
 @_own_copy.def_vmap
 def _copies(points: int, mapped: Sequence[bool], field: Any, values: Any) -> tuple[Any, bool]:
-    if not mapped[1]:  # mapped over clients, not over points: that comes later
+    if not mapped[1]:  # this vmap is over clients; the one over points comes later
         return _own_copy(field, values), mapped[0]
     return (field if mapped[0] else jnp.broadcast_to(field, (points, *field.shape))), True
 
 
 class Points:
-    """The programs of points that share every shape, compiled once for all chunks of points and all seeds.
+    """The programs of points with the same shapes, compiled once for all chunks of points and all seeds.
 
-    points: how many there will be; ``size`` is how many of them run at a time: as many as fit into memory, or ``most``.
-    seeds: those that will be run; streamed cohorts get room for the largest of theirs.
+    points: total number of points; ``size`` of them run at a time: all that fit into memory, but at most ``most``.
+    seeds: the seeds that will be run. Blocks of streamed data are large enough for the cohorts of all of them.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Points:
         params = jax.eval_shape(lambda: self.base.init(self.seeds[0]))
         devices = client_mesh(options.devices)
         self.stream = streams(options, split, devices)
-        # with states on the host every exchange is a call of its own over all devices, so points are not spread
+        # with states on the host, each exchange is one call that uses all devices, so points are not spread over them
         self.on_host, self.folder = states_on_host(alg, params, split.num_clients, options, devices, points=points)
         many = devices.devices.size
         self.own_points = many > 1 and not self.stream and not self.on_host and points >= many
@@ -185,7 +185,7 @@ class Points:
     # -- programs
 
     def _point(self, values: Any) -> PointTask:
-        """What the point of (traced) ``values`` runs."""
+        """The task of the point with the (traced) ``values``."""
         if not self.study.keys:
             return self.base
         point = {key: values[i] for i, key in enumerate(self.study.keys)}
@@ -213,7 +213,7 @@ class Points:
         return program.exchange(index, server, states, *rest)
 
     def _look(self, values: Any, server: PyTree, test: Any) -> Any:
-        """Scores, each client's own metrics, and whether the model is finite."""
+        """Evaluate: scores, each client's own metrics, and whether the model is finite."""
         point = self._point(values)
         params = point.task.algorithm.params(server)
         row, clients = {}, {}
@@ -227,7 +227,7 @@ class Points:
         return row, clients, finite(params)
 
     def _mapped(self, function: Callable, in_axes: tuple, out_axes: Any = 0) -> Any:
-        """``function`` over points: the arguments with axis 0 (or 1) have one for each, the others are shared."""
+        """``function`` mapped over points. Arguments with axis None are shared by all points."""
         mapped = jax.vmap(function, in_axes=in_axes, out_axes=out_axes)
         if self.own_points:
             many, one = PartitionSpec(AXIS), PartitionSpec()
@@ -236,7 +236,7 @@ class Points:
         return jax.jit(mapped)
 
     def _program(self, plan: Plan, size: int) -> tuple[Callable, Callable, int]:
-        """Compiled rounds and evaluation of ``size`` points, and the bytes that the fullest device then needs."""
+        """Compiled rounds and evaluation of ``size`` points, and the bytes that they need on a device."""
         values = self._values(np.zeros((size, len(self.study.keys))))
         params = jax.eval_shape(lambda: self.base.init(self.seeds[0]))
         start = self._mapped(self._start, (0, None))
@@ -270,7 +270,7 @@ class Points:
         ]
 
     def _bound(self, values: Any) -> Callable[[Plan], Program]:
-        """Programs by plan, for the points of ``values``; the plan that was compiled ahead is taken as it is."""
+        """A function from a plan to the program of the points ``values``. The program of ``self.plan`` is reused."""
 
         def make(plan: Plan) -> Program:
             program = self.program if plan == self.plan else self._program(plan, self.size)[0]
@@ -289,30 +289,30 @@ class Points:
         return make
 
     def _whole(self, points: int) -> int:
-        """Points of one program: every device takes equally many."""
+        """``points`` rounded up, so that every device has the same number of points."""
         devices = self.mesh.devices.size if self.own_points else 1
         return -(-points // devices) * devices
 
     def _fit(self, points: int) -> None:
-        """Compile for as many of the points at a time as fit into memory."""
+        """Compile for the largest number of points, up to ``points``, that fits into memory."""
         device, devices = self.mesh.devices.flat[0], self.mesh.devices.size
-        room = SHARE * total_memory(device) / (devices if device.platform == "cpu" else 1)  # host devices share
+        room = SHARE * total_memory(device) / (devices if device.platform == "cpu" else 1)  # CPU devices share memory
         least, population = self._whole(1), self.study.data.train.num_clients
         server, client = jax.eval_shape(
             self._start, jnp.zeros(len(self.study.keys)), jax.eval_shape(lambda: self.base.init(self.seeds[0]))
         )
-        # what a round begins with and what it ends with: a lower bound that spares compiling what cannot fit
+        # server and states before and after a round: a lower bound, so that programs that cannot fit are not compiled
         each = nbytes(server) + (0 if self.on_host else population * nbytes(client))
         size = max(least, min(points, int(room * (devices if self.own_points else 1) // max(2 * each, 1))))
         need = self._compile(self._whole(size))
         while need > room:
             if self.size == least:
                 raise PointsError(
-                    f"one point of this sweep needs {need / 1e9:.3g} GB and there are {room / 1e9:.3g} GB to use; take "
+                    f"one point of this sweep needs {need / 1e9:.3g} GB and there are {room / 1e9:.3g} GB to use; use "
                     "a smaller model, cohort or engine.chunk, engine.data_in = 'host' or engine.states_in = 'host'"
                 )
             need = self._compile(self._whole(max(1, min(self.size - least, int(self.size * room / need)))))
-        even = self._whole(-(-points // -(-points // self.size)))  # chunks of about the same size: the last is padded
+        even = self._whole(-(-points // -(-points // self.size)))  # equal chunks, since the last one is padded
         if even < self.size:
             self._compile(even)
 
@@ -331,7 +331,7 @@ class Points:
     # -- runs
 
     def chunks(self, points: Sequence[Any]) -> list[Sequence[Any]]:
-        """The points, as many at a time as one program takes."""
+        """The points in chunks of at most ``size``."""
         return [points[i : i + self.size] for i in range(0, len(points), self.size)]
 
     def run(
@@ -346,18 +346,18 @@ class Points:
         checkpoints: Checkpoints | None = None,
         on_progress: Callable[[int], Any] | None = None,
     ) -> PointsResult:
-        """Run at most ``size`` points at one seed up to round ``rounds``, from the beginning or on from ``start``.
+        """Run at most ``size`` points with one seed up to round ``rounds``, from the beginning or from ``start``.
 
-        It is evaluated as often as the schedule says, and after the rounds in ``marks``. ``keep`` keeps models and
-        states, so that the result can be gone on from. With ``checkpoints`` the run goes on from the newest one that is
-        there. ``on_progress`` is told the round after each evaluation.
+        start: an earlier result to continue from. keep: put models and client states into the result, for ``start``.
+        marks: rounds after which to evaluate, in addition to the schedule. checkpoints: where to save; with ``resume``
+        the run continues from the newest one. on_progress: called with the round after each evaluation.
         """
         real = len(points)
         if not 1 <= real <= self.size:
             raise ValueError(f"this program takes 1 to {self.size} points, got {real}")
         if seed not in self.seeds:
             raise ValueError(f"this program was made for the seeds {list(self.seeds)}, got {seed}")
-        rows = np.minimum(np.arange(self.size), real - 1)  # padding: the last point again, dropped at the end
+        rows = np.minimum(np.arange(self.size), real - 1)  # padding repeats the last point and is dropped at the end
         numbers = np.array([[float(point[key]) for key in self.study.keys] for point in points])
         values = self._values(numbers.reshape(real, -1)[rows])
         driver, watch = self._driver(values, seed, start, rows)
@@ -426,7 +426,7 @@ class Points:
         for exchange in self.traffic.exchanges:
             arrived, refused = history[f"{exchange.name}/arrived"], history[f"{exchange.name}/refused"]
             stuck |= ((refused > 0) & (arrived == 0)).any(1)
-        # statistics over clients are nan where no client has examples, which is no fault of the model
+        # statistics over clients are nan if no client has test examples; that does not mean divergence
         seconds = evaluations.pop(SECONDS)
         pooled = [c for name, c in evaluations.items() if name != "round" and not is_client_column(name)]
         return PointsResult(
@@ -440,7 +440,7 @@ class Points:
 
 
 class _Watch:
-    """What is kept of the last evaluation of a run beside its scores, and the clock."""
+    """Results of a run's last evaluation that are not columns, and the start time."""
 
     def __init__(self, began: float) -> None:
         self.began = began
@@ -448,12 +448,12 @@ class _Watch:
         self.finite: Any = None
 
     def note(self, seen: tuple) -> dict[str, Any]:
-        """Take an evaluation in; returns its columns."""
+        """Keep the results of an evaluation; returns its columns."""
         row, self.clients, self.finite = seen
         return row | {SECONDS: np.float64(time.perf_counter() - self.began)}
 
     def resume(self, driver: CompiledRounds, checkpoints: Checkpoints) -> None:
-        """Go on from the newest checkpoint, if there is one; the clock goes on from its last evaluation."""
+        """Continue from the newest checkpoint, if there is one. Time is counted on from its last evaluation."""
         if not checkpoints.resume or not checkpoint.exists(checkpoints.folder):
             return
         driver.restore(*checkpoint.load(checkpoint.latest(checkpoints.folder)))
@@ -462,20 +462,20 @@ class _Watch:
 
 
 def _not_here(*_: Any) -> Any:
-    raise AssertionError("a program of points is either of rounds or of exchanges, by where client states lie")
+    raise AssertionError("with client states on the host a program of points has only exchanges, else only rounds")
 
 
 def _memory(compiled: Any) -> int:
-    """Bytes that a compiled program needs; 0 where the backend does not say."""
+    """Bytes that a compiled program needs; 0 if the backend does not tell."""
     used = compiled.memory_analysis()
     return used.temp_size_in_bytes + used.output_size_in_bytes + used.argument_size_in_bytes if used else 0
 
 
 def _useful_lanes(plan: Plan, alg: Algorithm, split: Split) -> int:
-    """Lanes beyond which a round gets no shorter, because its longest client takes as long as all others on theirs.
+    """Number of lanes beyond which a round gets no faster: its longest client then takes as long as the other lanes.
 
-    In a single run spare lanes cost little, since they fill an idle card. Points fill it too, and then every spare lane
-    takes time: nine rates of an LSTM on an H200 took 203 ms a round on 20 lanes, 85 on 6 and 78 on 4.
+    In a single run, spare lanes cost little because the GPU has idle capacity. Several points fill the GPU, and then
+    every spare lane takes time: nine rates of an LSTM on an H200 took 203 ms a round on 20 lanes, 85 on 6 and 78 on 4.
     """
     share = -(-plan.cohort // plan.devices)
     lanes = 1.0
@@ -487,7 +487,7 @@ def _useful_lanes(plan: Plan, alg: Algorithm, split: Split) -> int:
 
 
 def _joined(before: PointsResult, after: PointsResult) -> PointsResult:
-    """A run and what it went on to."""
+    """The results of a run and of its continuation as one."""
 
     def along(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {name: np.concatenate([a[name], b[name]], -1) for name in b}

@@ -1,7 +1,7 @@
 """Compiled rounds: whole rounds of a federated algorithm as one program.
 
-The program runs a dynamic number of rounds in one call, so it compiles once whatever the evaluation and checkpoint
-intervals are, and its results do not depend on them. Clients are spread over the devices of a mesh by ``shard_map``.
+The program runs a dynamic number of rounds in one call. So it compiles once for all evaluation and checkpoint
+intervals, and its results do not depend on them. Clients are spread over the devices of a mesh by ``shard_map``.
 On each device a plan (see :mod:`fedbraid.simulation.plan`) runs them in sequence, in vmapped chunks or on lanes.
 """
 
@@ -36,7 +36,7 @@ PyTree = Any
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What a program computes: an algorithm on data, under a model of which uploads arrive."""
+    """What a program computes: an algorithm on data, with an arrival model."""
 
     algorithm: Algorithm
     data: FederatedData
@@ -44,7 +44,7 @@ class Task:
 
 
 class Program(NamedTuple):
-    """Compiled rounds of one task under one plan. With an axis of points every array has the points in front."""
+    """Compiled rounds of one task under one plan. If several points run together, they are the first axis of arrays."""
 
     rounds: Callable
     # (server, states, arrays, slots, first round, number of rounds, seed key) -> (server, states, log)
@@ -54,11 +54,11 @@ class Program(NamedTuple):
 def compile_rounds(task: Task, plan: Plan, mesh: Mesh, options: EngineOptions, *, local: bool) -> Program:
     """The program of a task. It compiles when it is first called.
 
-    local: each device holds the examples of its own clients only (streamed data); else every device holds all.
+    local: each device holds only the examples of its own clients (streamed data); else every device holds all.
     """
     lowered = replace(task, algorithm=lower(task.algorithm, options))
     rounds = _Rounds(lowered, plan, mesh, options, local)
-    # every host must be able to read what comes out; on one host the compiler may leave it where it is
+    # with several hosts every host must be able to read the results; on one host the compiler chooses the sharding
     everywhere = {"out_shardings": replicated(mesh)} if mesh.is_multi_process else {}
     return Program(
         partial(jax.jit, **everywhere)(rounds.many),
@@ -77,7 +77,7 @@ class _Rounds:
     local: bool
 
     def many(self, server, states, arrays, slots, first, number, seed_key):
-        """``number`` rounds from round ``first`` on; ``slots`` are laid out for at least as many."""
+        """``number`` rounds, starting with round ``first``; ``slots`` has at least ``number`` rounds."""
 
         def at(i: Any) -> tuple:
             return jax.tree.map(lambda leaf: leaf[i], slots)
@@ -131,7 +131,7 @@ class _Rounds:
     def on_device(
         self, index: int, down: PyTree, arrays: PyTree, slots: Slots, states: PyTree, key: Any
     ) -> tuple[Tally, PyTree]:
-        """The clients of one device by the plan, and their tally summed over the devices."""
+        """Run the clients of one device by the plan, and sum their tally over the devices."""
         exchange, plan = self.task.algorithm.exchanges[index], self.plan
         cap = int(self.task.data.train.sizes.max())
         bench = Bench(exchange, self.task.arrival, down, key, arrays, cap, self.task.data.preprocess, slots)

@@ -1,4 +1,4 @@
-"""What a finished run gives back."""
+"""The result of a run, its progress reports and its checkpoint settings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PyTree = Any
 
 
 class Checkpoints(NamedTuple):
-    """Where and how often a run is saved; ``resume`` goes on from the newest checkpoint there."""
+    """Where and how often a run is saved; ``resume`` continues from the newest checkpoint in ``folder``."""
 
     folder: Path
     every: int = 50
@@ -29,7 +29,7 @@ class Checkpoints(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What a run reports while it runs: rounds done, the newest entry of every column, seconds since the start."""
+    """A progress report of a run: rounds completed, the newest entry of every column, seconds since the start."""
 
     round: int
     row: dict[str, float]
@@ -44,9 +44,9 @@ class Info:
     cost: Cost
     streamed: bool
     steps: int  # local steps
-    masked_share: float  # of all steps computed, those on padding
-    imbalance: float  # steps of the busiest device over the mean, averaged over rounds
-    stopped_at: int  # rounds done; fewer than asked if the run was told to stop
+    masked_share: float  # share of computed steps that were masked
+    imbalance: float  # steps of the busiest device divided by the mean, averaged over rounds
+    stopped_at: int  # rounds completed; fewer than asked for if the run was stopped
 
 
 @partial(
@@ -56,9 +56,10 @@ class Info:
 )
 @dataclass(frozen=True, repr=False)
 class Result:
-    """A finished run. Under ``jax.vmap`` every array has the mapped axis in front.
+    """A finished run. Under ``jax.vmap`` the first axis of every array is the mapped one.
 
-    history: one entry per round; evaluations: one per evaluated round, with ``round`` among its columns.
+    history: columns with one entry per round. evaluations: columns with one entry per evaluated round; the column
+    ``round`` says which.
     """
 
     params: PyTree
@@ -69,7 +70,7 @@ class Result:
     info: Info = field(compare=False)
 
     def __repr__(self) -> str:
-        """Three lines: the run, its last scores, how it was computed."""
+        """Three lines: the run, its last scores, and how it was computed."""
         leaves = jax.tree.leaves(self.params)
         size = sum(int(np.size(leaf)) for leaf in leaves)
         scores = {n: c for n, c in self.evaluations.items() if n != "round" and not is_client_column(n)}

@@ -1,4 +1,4 @@
-"""Rounds by compiled programs: the driver of a simulated run, with or without an axis of points."""
+"""Rounds by compiled programs: the driver of a simulated run of one or several points."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from fedbraid.simulation.states import HostStates
 __all__ = ["CALL", "LOOK", "WINDOW", "CompiledRounds", "Start", "exhausted", "strong"]
 
 PyTree = Any
-WINDOW = 64  # rounds in one compiled call at most
+WINDOW = 64  # largest number of rounds in one compiled call
 LOOK = 0.25  # seconds between two progress reports
-# Seconds of one compiled call, about. On several host devices XLA keeps some 200 bytes for every operation that was
-# executed until the call returns: tens of megabytes a second.
+# Approximate seconds of one compiled call. With several CPU devices XLA keeps about 200 bytes for every executed
+# operation until the call returns: tens of megabytes per second.
 CALL = 2.0
-EXHAUSTED = "RESOURCE_EXHAUSTED"  # in every message of a device that is out of memory
+EXHAUSTED = "RESOURCE_EXHAUSTED"  # part of every error message of a device that is out of memory
 
 
 def exhausted(error: BaseException) -> bool:
-    """Whether a device said that it is out of memory."""
+    """Whether the error says that a device is out of memory."""
     return EXHAUSTED in str(error)
 
 
 def strong(tree: PyTree) -> PyTree:
-    """Arrays of their own, without the weak types of Python's numbers."""
+    """Copies of the arrays without weak types (those of Python numbers)."""
     return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.asarray(leaf).dtype), tree)
 
 
 class Start(NamedTuple):
-    """What a run starts from.
+    """The initial states of a run.
 
-    server: the server's first state; client: the state of every client before it is first asked. With an axis of
-    points both have the points in front.
+    server, client: the first states of the server and of every client. If several points run together, they are the
+        first axis of both.
     on_host, folder: whether the host keeps the client states, and in which folder (None: in memory).
     """
 
@@ -58,12 +58,14 @@ class Start(NamedTuple):
 
 
 class CompiledRounds:
-    """The host's side of a run: portions of rounds in, history out.
+    """The host's part of a run: it runs portions of rounds and records their history.
 
     programs: makes the program of a plan; called again with a smaller chunk when a device runs out of memory.
-    points: how many points run together; None if there is no axis of points. sharding: of the server and the states.
-    scorer, checkpoints, seconds: attributes to set: (server) -> scores; the folder of checkpoints; how long one
-        compiled call should take.
+    points: number of points that run together; None for a single run, whose arrays have no axis of points.
+    sharding: of the server and the client states.
+
+    Attributes to set: scorer is (server) -> scores; checkpoints is the folder of checkpoints; seconds is the time that
+    one compiled call should take.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class CompiledRounds:
         self.program = programs(feed.plan)
         self.sharding = replicated(feed.mesh) if sharding is None else sharding
         self.done = 0
-        self._pace: float | None = None  # seconds of a round, by the last call; None until two calls were timed
+        self._pace: float | None = None  # seconds per round in the last call; None before the second call
         self._calls = 0
         self._stream: Iterator[Portion] | None = None
         self._end = 0  # the last round of the stream
@@ -106,23 +108,23 @@ class CompiledRounds:
             self.states = self._placed(jax.tree.map(wide, self.first))
 
     def _placed(self, tree: PyTree) -> PyTree:
-        """On the devices of the run; traced values stay where they are."""
+        """Put a tree on the devices of the run; traced values are returned unchanged."""
         return tree if _traced(tree) else place(tree, self.sharding)
 
     # -- rounds
 
     def advance(self, until: int) -> None:
-        """Complete some rounds, at most up to ``until``: as many as take about ``seconds``."""
+        """Complete some rounds, at most up to ``until``, in about ``seconds`` seconds."""
         portion = self._portion(until)
         began = time.perf_counter()
         try:
             self._run(portion)
             said = None
-        except (jax.errors.JaxRuntimeError, ValueError) as error:  # which of them depends on how jax dispatched
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # jax raises one or the other, by kind of dispatch
             if not exhausted(error):
                 raise hosts.lost(error) if hosts.several() else error from error
             said = str(error)
-        # outside of the handler: there the error would still hold the arrays of the failed call
+        # outside the handler, because there the error still keeps the arrays of the failed call alive
         if said is not None:
             self._shrink(said)
             self.advance(until)
@@ -137,12 +139,12 @@ class CompiledRounds:
                 self._stream = self.feed.portions(self.done, self._end)
             return next(self._stream)
         number = 1 if self._pace is None else max(1, int(self.seconds / self._pace))
-        # by the first host's clock, or hosts would run different numbers of rounds
+        # all hosts use the first host's number: by their own clocks they would run different numbers of rounds
         number = int(hosts.agreed(np.int32(min(number, self.feed.window))))
         return self.feed.portion(self.done, min(number, until - self.done))
 
     def time_rounds(self, number: int) -> None:
-        """Compute the first ``number`` rounds and discard them; an error of the device is raised as it is."""
+        """Compute the first ``number`` rounds and discard the results. Device errors are raised, not handled."""
         server, states, history, self.done = self.server, self.states, self.history, 0
         self.history = History(history.traffic, history.cohort)
         self._end = number
@@ -155,7 +157,7 @@ class CompiledRounds:
             self.server, self.states, self.history, self.done = server, states, history, 0
 
     def reserve(self, rounds: int) -> None:
-        """Say how many rounds there will be: streamed data is laid out for all of them before the first."""
+        """Set the total number of rounds, so that blocks of streamed data are large enough for all of them."""
         self._end = rounds
         self.feed.reserve(range(self.done, rounds))
 
@@ -166,14 +168,14 @@ class CompiledRounds:
             self._stream = None
 
     def _run(self, portion: Portion) -> None:
-        """Run a portion. A call that fails leaves the run as it was after the last recorded round."""
+        """Run a portion. If a call fails, the run stays as it was after the last recorded round."""
         if self.host_states is not None:
             for i in range(portion.number):
                 row = self._round_on_host(portion, i)
                 log = {name: on_host(value)[..., None] for name, value in row.items()}
                 self._record(portion.loads[i : i + 1], log)
             return
-        # not donated: a call that runs out of memory must leave the server and the states as they were
+        # buffers are not donated: after an out-of-memory error the server and the states are still needed
         server, states, log = self.program.rounds(
             self.server, self.states, portion.arrays, portion.slots, portion.first, portion.number, self.seed_key
         )
@@ -210,23 +212,23 @@ class CompiledRounds:
         return row
 
     def _keep(self, ids: np.ndarray, states: PyTree) -> None:
-        """Write client states to the host; of several hosts, the first one has them all."""
+        """Write client states to the host. With several hosts, the first one keeps all states."""
         if self.host_states is not None and hosts.is_first():
             self.host_states.write(ids, hosts.local(states))
 
     def _shrink(self, said: str) -> None:
-        """After a call that ran out of device memory: half as many clients at a time."""
+        """After an out-of-memory error of a device: halve the number of clients at a time."""
         plan = self.feed.plan
         if plan.chunk == 1:
             raise MemoryError(
-                f"out of device memory in round {self.done + 1} with one client at a time: a smaller model or batch "
-                "size, data_in = 'host' or states_in = 'host' needs less, more devices have more; the device said: "
+                f"out of device memory in round {self.done + 1} with one client at a time: use a smaller model or "
+                "batch size, data_in = 'host', states_in = 'host' or more devices; the device said: "
                 + next(line for line in said.splitlines() if EXHAUSTED in line).strip()
             )
-        if hosts.several():  # the others wait in the middle of this round: they cannot change their plan with us
+        if hosts.several():  # the other hosts wait in the middle of this round and cannot change their plan
             raise MemoryError(
                 f"out of device memory with {plan.chunk} clients at a time in round {self.done + 1}: with several "
-                f"hosts all must take fewer from the start; resume with --set engine.chunk={max(1, plan.chunk // 2)}"
+                f"hosts a run cannot change its chunk; resume with --set engine.chunk={max(1, plan.chunk // 2)}"
             )
         smaller = plan._replace(chunk=plan.chunk // 2)
         what = "lanes" if plan.kind == "lanes" else "clients at a time"
@@ -246,7 +248,7 @@ class CompiledRounds:
             self.history.add_evaluation(self.done, self.scorer(hosts.local(self.server)))
 
     def save(self) -> None:
-        """Write a checkpoint; of several hosts, the first one does."""
+        """Write a checkpoint. With several hosts, only the first one writes."""
         if self.checkpoints is None or not hosts.is_first():
             return
         states = self.host_states.export() if self.host_states else checkpoint.pack(hosts.local(self.states))
@@ -259,19 +261,19 @@ class CompiledRounds:
         checkpoint.save(self.checkpoints, self.done, tree)
 
     def restore(self, done: int, tree: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         self.done = done
         self.server = self._placed(checkpoint.unpack(self.server, tree["server"] or {}, "server state"))
         saved = tree["states"] or {}
         if self.host_states:
-            if hosts.is_first():  # the others ask it for states
+            if hosts.is_first():  # the other hosts get the states from it
                 self.host_states.restore(saved)
         else:
             self.states = self._placed(self._device_states(saved))
         self.history.restore(tree)
 
     def _device_states(self, saved: dict[str, Any]) -> PyTree:
-        """Saved states as a device keeps them; the run that saved them may have kept them on its host."""
+        """Saved states in the form for devices, also if the run that saved them kept them on its host."""
         if "ids" not in saved:
             return checkpoint.unpack(self.states, saved, "client states")
         dense = HostStates(self.first, self.feed.split.num_clients).dense(saved)
@@ -283,6 +285,6 @@ def _traced(tree: PyTree) -> bool:
 
 
 def _wait(tree: PyTree) -> None:
-    """Until it is computed or has failed: a dispatched call may fail later. Traced values cannot be waited for."""
+    """Wait until the tree is computed, because a dispatched call may fail later. Traced values are skipped."""
     if not _traced(tree):
         jax.block_until_ready(tree)

@@ -49,11 +49,12 @@ def simulate(
     """Run ``alg`` for ``rounds`` rounds with ``cohort`` clients each (default: all of them).
 
     metrics: ``(params, batch) -> {name: (sums, weights)}``, evaluated on ``data.test`` every ``eval_every`` rounds
-        (default: at the end only) and after the last; a :class:`fedbraid.Metrics` where a name is not well known.
+        (default: at the end only) and after the last. Use :class:`fedbraid.Metrics` for names that are not well known.
     arrival: which uploads arrive.
     checkpoints: where and how often the run is saved.
-    on_progress: called now and then; returning True ends the run after a checkpoint.
-    engine: how it is computed; see :class:`fedbraid.EngineOptions`. Each of its fields may also be given by name:
+    on_progress: called about four times per second, or after each round if rounds take longer. If it returns True, the
+        run ends after a checkpoint.
+    engine: how the run is computed; see :class:`fedbraid.EngineOptions`. Each field may also be given by name:
         ``simulate(..., plan="lanes", chunk=8)``. Results do not depend on them beyond rounding.
 
     Hyper-parameters inside ``alg`` may be traced, so a sweep is a ``vmap``:
@@ -76,7 +77,7 @@ def simulate(
         if task.data.test is None:
             raise ValueError("metrics were given, but the data has no test split to evaluate them on")
         metrics_of(metrics, params, task.data.test)  # refuses a metric whose direction is unknown
-    traffic = cost(alg, params, task.data)  # checks the structure too, before anything compiles
+    traffic = cost(alg, params, task.data)  # also checks the structure of the algorithm, before anything compiles
     _notice_unused_state(alg, params, task.data.train.num_clients, rounds, size)
 
     saved = _saved(checkpoints)
@@ -93,7 +94,7 @@ def simulate(
         driver.scorer = _scorer(metrics, task, how)
     if saved is not None:
         driver.restore(*saved)
-    del saved  # a copy of all states: not for the length of the run
+    del saved  # frees a copy of all states
     schedule = Schedule(
         rounds,
         None if metrics is None else eval_every or rounds,
@@ -111,14 +112,14 @@ def simulate(
 
 
 def federated_data(data: FederatedData | Split) -> FederatedData:
-    """Federated data, checked; a split alone is its training data."""
+    """Federated data, checked. A split becomes the training split of federated data."""
     federated = data if isinstance(data, FederatedData) else FederatedData(data)
     federated.check()
     return federated
 
 
 def check_cohort(split: Split, cohort: int | None) -> int:
-    """The number of clients in a round; None means all."""
+    """The checked number of clients in a round; None means all."""
     size = split.num_clients if cohort is None else check_count("cohort", cohort)
     if size > split.num_clients:
         raise ValueError(f"cohort must be at most the population of {split.num_clients} clients, got {size}")
@@ -136,7 +137,7 @@ def compiled_rounds(
     seed: int,
     window: int | None = None,
 ) -> CompiledRounds:
-    """The driver of a run from its beginning."""
+    """The driver of a run, before its first round."""
     alg, mesh, plan = task.algorithm, placement.mesh, placement.plan
     window = min(WINDOW, rounds) if window is None else window
     feed = Feed(task, plan, mesh, options, seed=seed, window=window, stream=placement.stream)
@@ -159,17 +160,17 @@ def _scorer(metrics: Callable, task: Task, options: EngineOptions) -> Callable[[
 def _notice_unused_state(alg: Algorithm, params: PyTree, population: int, rounds: int, cohort: int) -> None:
     if jax.tree.leaves(jax.eval_shape(alg.init_client, params)) and rounds * cohort < population:
         notice(
-            f"clients keep state here, but {rounds} rounds of {cohort} reach a client of {population} less than "
-            "once: their state is hardly ever used; more rounds, a larger cohort or a stateless method fits better"
+            f"clients keep state, but {rounds} rounds with {cohort} of {population} clients reach each client less "
+            "than once on average: the state is hardly used. Use more rounds, a larger cohort or a stateless method"
         )
 
 
 def _saved(checkpoints: Checkpoints | None) -> tuple[int, dict[str, Any]] | None:
-    """The newest checkpoint of a run that is to go on."""
+    """The newest checkpoint, if the run is to be resumed."""
     if checkpoints is None or not checkpoints.resume:
         return None
     saved = checkpoint.load(checkpoint.latest(checkpoints.folder))
-    hosts.same(str(saved[0]), "checkpoints: they do not see the same run folder")
+    hosts.same(str(saved[0]), "checkpoints (they do not see the same run folder)")
     return saved
 
 

@@ -1,11 +1,11 @@
 """The shadow sequence: every client's model at every local step, and their mean.
 
-T. Renard, Notes on Federated Optimization, 2022, Notation 2.1: xbar^(t,k) = (1/M) sum_i x_i^(t,k). No client ever holds
-the shadow; the analysis of FedAvg follows it, because FedAvg's server model is its end, x^(t+1) = xbar^(t,tau), and
-because its distance from the clients is their drift (Lemma 2.3).
+T. Renard, Notes on Federated Optimization, 2022, Notation 2.1: xbar^(t,k) = (1/M) sum_i x_i^(t,k). No client computes
+the shadow. The analysis of FedAvg uses it, because it ends at FedAvg's server model, x^(t+1) = xbar^(t,tau), and
+because the distance of the clients from it is their drift (Lemma 2.3).
 
-This is for small problems: a trace holds every iterate of every client. It is a run of the same loop as `simulate`,
-with the same addresses of randomness, of an algorithm whose clients also keep their iterates in their state.
+This is for small problems: a trace holds every iterate of every client. It uses the same loop and the same random keys
+as `simulate`, with an algorithm whose clients also keep their iterates in their state.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PyTree = Any
 class ShadowTrace(NamedTuple):
     """T rounds of M clients with at most K local steps, models flattened to d numbers (``unravel`` undoes that).
 
-    A client with fewer than K steps stays where its last step left it. The shadow weighs clients as their uploads do.
+    A client with fewer than K steps keeps the model of its last step. The shadow is the mean with the uploads' weights.
     """
 
     server: np.ndarray  # [T + 1, d]: x^(t), the first and the last included
@@ -59,7 +59,7 @@ class ShadowTrace(NamedTuple):
 
 
 class _Recorded(NamedTuple):
-    """A client's own state, and what its last walk over its batches left behind."""
+    """A client's own state, and the record of its last local training."""
 
     own: Any
     seen: Any  # [K + 1, d]: the models
@@ -68,7 +68,7 @@ class _Recorded(NamedTuple):
 
 
 class _Recording(NamedTuple):
-    """A fold's own carry, the models seen so far, and how many steps that were."""
+    """A fold's own carry, the models so far, and the number of steps so far."""
 
     carry: Any
     seen: Any
@@ -87,8 +87,8 @@ def trace_shadow(
 ) -> ShadowTrace:
     """Run ``alg`` like `simulate` and keep every client's model at every local step.
 
-    For algorithms whose clients are made of local steps with the model in their carry (FedAvg and its kin, SCAFFOLD,
-    Mime ...). ``exchange`` names the one to record; by default the one that has such steps.
+    The algorithm's clients must be made of local steps with the model in their carry (FedAvg and its variants,
+    SCAFFOLD, Mime ...). ``exchange`` is the name of the exchange to record; by default the one with such steps.
 
     >>> from fedbraid.algorithms import fedavg
     >>> from fedbraid.data.toy import toy_loss, two_class
@@ -136,7 +136,7 @@ def _held(seen: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
 
 def _model_fold(alg: Algorithm, params: PyTree, step: Exchange) -> int | None:
-    """Which fold of an exchange's client carries the model: the last one that has it."""
+    """The index of the last fold of an exchange's client whose carry has the model; None if there is none."""
     if not isinstance(step.client, LocalWork):
         return None
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -150,12 +150,12 @@ def _model_fold(alg: Algorithm, params: PyTree, step: Exchange) -> int | None:
 
 
 def _local_model(carry: Any) -> PyTree | None:
-    """A client's model during its local steps: the field ``params`` of the carry, None where there is none."""
+    """A client's model during its local steps: the field ``params`` of the carry; None if it has no such field."""
     return getattr(carry, "params", None)
 
 
 def _recorded_fold(alg: Algorithm, params: PyTree, name: str | None) -> tuple[int, int]:
-    """Which exchange to record, and which of its client's folds."""
+    """The indices of the exchange to record and of its client's fold."""
     folds = [_model_fold(alg, params, e) for e in alg.exchanges]
     able = [(i, fold) for i, fold in enumerate(folds) if fold is not None]
     names = [alg.exchanges[i].name for i, _ in able]

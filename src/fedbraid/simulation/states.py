@@ -1,11 +1,12 @@
-"""Client states on the host, in memory or in a file: for populations whose states fit no device.
+"""Client states on the host, in memory or in a file: for populations whose states do not fit on a device.
 
-Only clients that were ever asked take room. In a folder, a client's whole state is one record of ``states.bin``, read
-and written by position rather than through a memory map, so that the file does not count as this process's memory.
+Only clients that were asked at least once take space. In a folder, a client's whole state is one record of
+``states.bin``. Records are read and written by position, not through a memory map, so that the file does not count as
+memory of this process.
 
-A checkpoint of states in a folder copies none of them. Records that a checkpoint refers to are never overwritten: a
-client's next state goes to another record, and the checkpoint is the list of who is where. Records are used again once
-the checkpoints that refer to them are gone.
+A checkpoint does not copy states that are in a folder. It stores the record number of each client. A record that a
+checkpoint refers to is never overwritten: the client's next state goes to another record. Records are used again when
+the checkpoints that refer to them are deleted.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ __all__ = ["HostStates", "saved_rows"]
 
 RECORDS, ABOUT = "states.bin", "states.json"
 FORMAT = 1
-BATCH = 1 << 26  # bytes of states that are moved at a time
+BATCH = 1 << 26  # bytes of states that are read or written at a time
 
 
 class HostStates:
-    """The states of all clients; one that was never written is the first state.
+    """The states of all clients. A client that was never written has the first state.
 
     >>> store = HostStates({"c": np.zeros(2)}, population=1_000)
     >>> store.write(np.array([7]), {"c": np.ones((1, 2))})
@@ -48,7 +49,7 @@ class HostStates:
 
     @property
     def touched(self) -> np.ndarray:
-        """The clients whose states take room."""
+        """The clients whose states are stored."""
         return self._rows.clients()
 
     def read(self, ids: np.ndarray) -> Any:
@@ -58,17 +59,17 @@ class HostStates:
         return self._unpack(out)
 
     def write(self, ids: np.ndarray, states: Any) -> None:
-        """The next states of clients ``ids``; those of ids past the population are dropped."""
+        """Write the next states of clients ``ids``; ids past the population (empty slots) are dropped."""
         real = np.asarray(ids) < self._population
         leaves = [np.asarray(leaf)[real] for leaf in jax.tree.leaves(states)]
         self._rows.write(np.asarray(ids)[real], _records(self._first.dtype, leaves))
 
     def export(self) -> dict[str, np.ndarray]:
-        """What a checkpoint keeps: the touched states, or for those in a folder who is where."""
+        """The arrays for a checkpoint: the stored states, or the record numbers of states in a folder."""
         return self._rows.export(self._first)
 
     def restore(self, saved: dict[str, np.ndarray]) -> None:
-        """The states of a checkpoint, wherever they were kept then."""
+        """Take over the states of a checkpoint, whether it has states or record numbers."""
         if isinstance(self._rows, _Folder) and "records" in saved and self._rows.restore(saved):
             return
         self._rows.clear()
@@ -76,7 +77,7 @@ class HostStates:
             self._rows.write(ids, records)
 
     def dense(self, saved: dict[str, np.ndarray]) -> Any:
-        """The states of a checkpoint, a row for every client: for a run that keeps them on the device."""
+        """The states of a checkpoint with a row for every client, for a run that keeps them on devices."""
         out = np.repeat(self._first, self._population)
         for ids, records in saved_rows(saved, self._first):
             out[ids] = records
@@ -88,7 +89,7 @@ class HostStates:
 
 
 def _records(dtype: np.dtype, leaves: list[np.ndarray]) -> np.ndarray:
-    """Rows of several arrays as one array of records."""
+    """Several arrays with one row per client as one structured array."""
     out = np.empty(len(leaves[0]), dtype)
     for name, leaf in zip(dtype.names or (), leaves, strict=True):
         out[name] = leaf
@@ -96,12 +97,12 @@ def _records(dtype: np.dtype, leaves: list[np.ndarray]) -> np.ndarray:
 
 
 def saved_rows(saved: dict[str, np.ndarray], first: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The states in a checkpoint, whatever form it has, some clients at a time: ids and records like ``first``."""
+    """The states in any form of checkpoint, in batches of clients: their ids, and records like ``first``."""
     names, step = first.dtype.names or (), max(1, BATCH // max(first.dtype.itemsize, 1))
     if "records" in saved:
         folder = _Folder(Path(bytes(saved["folder"]).decode()), first.dtype, 0)
         if not folder.restore(saved):
-            raise CheckpointError(f"the client states of this checkpoint are not in {folder.path} any more")
+            raise CheckpointError(f"the client states of this checkpoint are no longer in {folder.path}")
         ids = np.asarray(saved["ids"])
         for at in range(0, len(ids), step):
             some = np.repeat(first, len(ids[at : at + step]))
@@ -137,7 +138,7 @@ class _Memory:
 
     def write(self, ids: np.ndarray, records: np.ndarray) -> None:
         for j, i in enumerate(ids.tolist()):
-            self._of[i] = records[j : j + 1].copy()[0]  # a copy: a view would keep the whole cohort
+            self._of[i] = records[j : j + 1].copy()[0]  # a view would keep the whole cohort in memory
 
     def export(self, first: np.ndarray) -> dict[str, np.ndarray]:
         ids = self.clients()
@@ -150,7 +151,7 @@ class _Memory:
 
 
 class _Folder:
-    """Records in a file, and where each client's is."""
+    """Records in a file, and the record number of each client."""
 
     def __init__(self, path: Path, dtype: np.dtype, population: int) -> None:
         self.path, self._dtype, self._population = path, dtype, population
@@ -158,12 +159,12 @@ class _Folder:
         self.clear()
 
     def clear(self) -> None:
-        """No states; the next write starts the file anew."""
+        """Forget all states; the next write starts a new file."""
         self.close()
         self._at = np.full(self._population, -1, np.int64)
-        self._held = np.zeros(0, bool)  # per record: a checkpoint may need it
+        self._held = np.zeros(0, bool)  # per record: whether a checkpoint may need it
         self._free: list[int] = []
-        self._saved: deque[np.ndarray] = deque(maxlen=KEEP + 1)  # records of the named checkpoints and of one to come
+        self._saved: deque[np.ndarray] = deque(maxlen=KEEP + 1)  # records of the kept checkpoints and of the next one
 
     def close(self) -> None:
         if self._file is not None:
@@ -180,7 +181,7 @@ class _Folder:
 
     def _begin(self) -> int:
         self.path.mkdir(parents=True, exist_ok=True)
-        self._token = secrets.token_hex(16)  # another run in the same folder makes another: neither reads the other's
+        self._token = secrets.token_hex(16)  # differs between runs in one folder, so that none reads another's records
         about = {"format": FORMAT, "token": self._token, "bytes": self._dtype.itemsize}
         (self.path / ABOUT).write_text(json.dumps(about, indent=1))
         return os.open(self.path / RECORDS, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -206,7 +207,7 @@ class _Folder:
         self._at[ids] = at
 
     def _take(self, count: int) -> list[int]:
-        """Records that nobody needs; the file grows only if there are none."""
+        """Numbers of ``count`` unused records; the file grows if there are too few."""
         taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
         end, more = len(self._held), count - len(taken)
         self._held = np.concatenate([self._held, np.zeros(more, bool)])
@@ -232,7 +233,7 @@ class _Folder:
         return {"ids": ids, "records": records} | {k: np.frombuffer(v.encode(), np.uint8) for k, v in words.items()}
 
     def restore(self, saved: dict[str, np.ndarray]) -> bool:
-        """Go on with the records that a checkpoint refers to; False if this folder does not hold them."""
+        """Continue with the records that a checkpoint refers to. Returns False if this folder does not hold them."""
         token = bytes(saved["token"]).decode()
         try:
             known = json.loads((self.path / ABOUT).read_text()).get("token")
@@ -247,7 +248,7 @@ class _Folder:
         self.clear()
         self._file, self._token = os.open(self.path / RECORDS, os.O_RDWR), token
         self._at[ids] = records
-        # older checkpoints may refer to any record there is: none is overwritten until they are gone
+        # older checkpoints may refer to any record, so none is overwritten until these checkpoints are deleted
         self._held = np.ones(length, bool)
         self._saved.append(np.arange(length))
         return True
@@ -258,7 +259,7 @@ def _read_all(file: int, into: memoryview, at: int) -> None:
     while done < len(into):
         count = os.preadv(file, [into[done:]], at + done)
         if not count:
-            raise CheckpointError("the file of client states ends early: it was cut while the run used it")
+            raise CheckpointError("the file of client states ends early: it was truncated during the run")
         done += count
 
 

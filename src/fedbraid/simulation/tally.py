@@ -1,4 +1,4 @@
-"""What the clients of an exchange leave behind, and how it is summed."""
+"""Tallies: the results of an exchange's clients, and their sums."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ PyTree = Any
 
 
 class Tally(NamedTuple):
-    """Sums over the clients of an exchange; ``combined`` and ``weight`` have a row per client for a gather reducer."""
+    """Sums over the clients of an exchange. For a gather reducer ``combined`` and ``weight`` have a row per client."""
 
     combined: PyTree
     weight: Any
     count: Any
-    refused: Any  # uploads that arrived but were not admitted (not finite)
+    refused: Any  # number of uploads that arrived but were not admitted (not finite)
     metrics: dict[str, Any]
 
 
 class ClientResult(NamedTuple):
-    """One client's part in a tally, and its next state."""
+    """One client's contribution to the tally, and its next state."""
 
     tally: Tally
     state: PyTree
 
 
 class Bench(NamedTuple):
-    """What every client of an exchange works with on one device."""
+    """The inputs that all clients of an exchange share on one device."""
 
     exchange: Exchange
     arrival: Arrival
@@ -65,16 +65,16 @@ class Bench(NamedTuple):
         return ClientData(self.arrays, self.slots.offset[slot], self.slots.size[slot], self.cap, self.preprocess)
 
     def client_key(self, slot: Any) -> Any:
-        """The key of the client's work."""
+        """The random key of the client's local work."""
         return address.client_key(self.key, self.slots.ids[slot])
 
     def run(self, slot: Any, state: PyTree) -> ClientResult:
-        """The whole work of the client in a slot."""
+        """Run the client in a slot."""
         report = self.exchange.client(self.down, state, self.data(slot), self.client_key(slot))
         return self.judge(slot, state, report)
 
     def judge(self, slot: Any, state: PyTree, report: Report) -> ClientResult:
-        """Count a report, and commit the client's state, only if the upload arrived and was admitted."""
+        """The client's tally and next state: the report counts only if the upload arrived and was admitted."""
         exchange, client = self.exchange, self.slots.ids[slot]
         size = self.slots.size[slot]
         steps = exchange.client.count(size) if isinstance(exchange.client, LocalWork) else jnp.int32(1)
@@ -83,7 +83,7 @@ class Bench(NamedTuple):
         weight = jnp.where(taken, report.weight, 0).astype(jnp.result_type(float))
         lifted = exchange.reducer.lift(report.up, weight)
         tally = Tally(
-            # a refused upload may hold NaN, and NaN times weight 0 is NaN
+            # a refused upload may contain NaN, and NaN times weight 0 is NaN
             select(taken, lifted, jax.tree.map(jnp.zeros_like, lifted)),
             weight,
             taken.astype(jnp.int32),
@@ -105,20 +105,20 @@ def _add(a: PyTree, b: PyTree) -> PyTree:
 def server_step(
     exchange: Exchange, server: PyTree, combined: PyTree, weight: Any, count: Any, population: Any, key: Any
 ) -> PyTree:
-    """The server after an exchange: what the reducer makes of the summed uploads is received.
+    """The server's state after an exchange: it receives the reducer's result of the uploads.
 
-    combined, weight: sums over the uploads, or for a gather reducer a row for each. key: of the exchange. Without any
-    upload the server keeps its state: momentum must not move the model either.
+    combined, weight: sums over the uploads; for a gather reducer one row per upload. key: the exchange's key.
+    Without any upload the server keeps its state, so that momentum does not move the model.
     """
     up = exchange.reducer.finish(combined, weight, count)
-    # as floats: int32 over int32 would be float32, and with it every invariant kept by |S|/N
+    # in the default float dtype: int32 / int32 would be float32, and |S|/N would have only its precision
     number, clients = (jnp.asarray(n, jnp.result_type(float)) for n in (count, population))
     aggregate = Aggregate(up, jnp.sum(weight), number, clients)
     return select(count > 0, exchange.receive(server, aggregate, address.server_key(key)), server)
 
 
 def zero_tally(shapes: Tally, gather: bool, slots: int) -> Tally:
-    """The tally before the first client; a gather reducer has a row for each slot."""
+    """The tally before the first client; for a gather reducer with a row for each slot."""
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     if not gather:
         return zeros
@@ -135,7 +135,7 @@ def add_client(tally: Tally, one: Tally, slot: Any, gather: bool) -> Tally:
 
 
 def add_clients(tally: Tally, few: Tally, slot: Any, real: Any, gather: bool) -> Tally:
-    """The tally with several more clients, counting those that are ``real``; slots past the last one are dropped."""
+    """The tally with several more clients. Clients that are not ``real`` (padding) do not count."""
     if gather:
         put = partial(jax.tree.map, lambda all_, new: all_.at[slot].set(new, mode="drop"))
         rows = put(tally.combined, few.combined), put(tally.weight, few.weight)
@@ -144,11 +144,11 @@ def add_clients(tally: Tally, few: Tally, slot: Any, real: Any, gather: bool) ->
 
 
 def only(real: Any, tree: PyTree) -> PyTree:
-    """The rows that are real, and zeros in place of the others."""
+    """The tree with zeros in the rows that are not real."""
     return jax.tree.map(lambda leaf: jnp.where(real.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, 0), tree)
 
 
-GROUP = 16  # rows that a GPU sums at the speed of its memory; for many more XLA makes another, slower kernel
+GROUP = 16  # a GPU sums this many rows at memory speed; for many more rows XLA uses a slower kernel
 
 
 def total(tree: PyTree) -> PyTree:
@@ -159,7 +159,7 @@ def total(tree: PyTree) -> PyTree:
             return leaf.sum(0, dtype=leaf.dtype)
         whole = len(leaf) // GROUP * GROUP
         groups = leaf[:whole].reshape(-1, GROUP, *leaf.shape[1:]).sum(1, dtype=leaf.dtype)
-        # without the barrier XLA merges both sums into one again
+        # without the barrier XLA merges both sums into one
         return sum_rows(jnp.concatenate([jax.lax.optimization_barrier(groups), leaf[whole:]]))
 
     return jax.tree.map(sum_rows, tree)

@@ -1,8 +1,8 @@
 """The fastest plan of a run on this machine, found by timing its first rounds.
 
-Which plan is fastest depends on the model, the batch size, how unequal clients are and the machine. A few rounds tell.
-Plans change no results beyond rounding. Nothing is remembered between runs: ``fedbraid tune-engine`` prints the plan,
-or writes it into a configuration, and the configuration decides.
+Which plan is fastest depends on the model, the batch size, the sizes of the clients and the machine, so it is measured.
+Plans do not change results beyond rounding. The fastest plan is not stored: ``fedbraid tune-engine`` prints it or
+writes it into a configuration.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from fedbraid.simulation.run import check_cohort, compiled_rounds, federated_dat
 
 __all__ = ["Meter", "Timings", "candidates", "fastest", "search", "time_plans"]
 
-SPAN = 0.1  # seconds that a timing should take at least
-LONG = 1.0  # seconds of a timing that need not be repeated
-REPEATS = 4  # timings of a candidate; the shortest counts, since other work on the machine only adds
-PATIENCE = 2  # candidates in a row that are no faster end the search: two clients at a time may lose where four win
-STREAMED = 8  # rounds of streamed data in a timing at most
+SPAN = 0.1  # shortest duration of a timing, in seconds
+LONG = 1.0  # a timing of more seconds is not repeated
+REPEATS = 4  # timings of a candidate; the shortest is used, because other work on the machine only adds time
+PATIENCE = 2  # the search ends after this many slower candidates in a row; four clients may be faster where two are not
+STREAMED = 8  # largest number of rounds in a timing with streamed data
 
 
 class Timings(NamedTuple):
-    """The fastest plan as options of the engine, and the seconds of a round under each plan that was timed."""
+    """The fastest plan as engine options, and the seconds per round of each plan that was timed."""
 
     options: EngineOptions
-    seconds: dict[str, float | None]  # by plan; None: it ran out of memory
+    seconds: dict[str, float | None]  # by plan; None if it ran out of memory
 
 
 def time_plans(
@@ -57,7 +57,7 @@ def time_plans(
 ) -> Timings:
     """Time the first rounds of a run under several plans; their results are discarded.
 
-    rounds: of the run; a timing takes fewer. tell: called with a line about each plan.
+    rounds: number of rounds of the run; a timing takes at most as many. tell: called with a line about each plan.
     """
     how = engine_options(engine, options)
     task = Task(alg, federated_data(data), arrival)
@@ -89,11 +89,11 @@ def time_plans(
 
 
 def candidates(kind: str, base: Plan, *, cpu: bool, most: int | None) -> tuple[list[Plan], int]:
-    """Plans by the clients they take at a time, and the index where the search begins.
+    """Plans in order of their chunk (clients at a time), and the index where the search begins.
 
-    Each takes twice as many as the one before, evened out: of 25 clients seven at a time, not eight, which would leave
-    slots empty. ``base`` is the plan by rule and one of them. On a CPU that is one client at a time, and the search
-    goes up from there; on a GPU it begins at the chunk that fills a large one.
+    Each chunk is about twice the one before, adjusted to leave few slots empty: for 25 clients seven, not eight.
+    ``base`` is the default plan and one of them. On a CPU it is one client at a time, and the search goes up from
+    there. On a GPU the search begins at the chunk of ``base``, which fills a large GPU.
     """
     share = -(-base.cohort // base.devices)
     most = share if most is None else min(share, most)
@@ -108,9 +108,10 @@ def candidates(kind: str, base: Plan, *, cpu: bool, most: int | None) -> tuple[l
 
 
 def search(plans: Sequence[Plan], start: int, measure: Callable[[Plan], float | None]) -> dict[Plan, float | None]:
-    """Seconds of a round by plan: from ``start`` up until plans get slower or too large; if none was faster, down.
+    """Seconds per round by plan.
 
-    The two fastest are measured again, in turn, so that a disturbance does not decide between them.
+    The search goes up from ``start`` until plans get slower or too large. If none was faster than ``start``, it goes
+    down. The two fastest plans are measured again, in turn, so that other work on the machine does not decide.
     """
     times: dict[Plan, float | None] = {}
 
@@ -120,7 +121,7 @@ def search(plans: Sequence[Plan], start: int, measure: Callable[[Plan], float | 
             before = [t for t in times.values() if t is not None]
             times[plan] = seconds = measure(plan)
             if seconds is None:
-                if plan.chunk >= plans[start].chunk:  # the next one up needs more memory; the next one down, less
+                if plan.chunk >= plans[start].chunk:  # going up, the next plan needs even more memory; going down, less
                     return
                 continue
             slower = slower + 1 if before and seconds >= min(before) else 0
@@ -138,20 +139,20 @@ def search(plans: Sequence[Plan], start: int, measure: Callable[[Plan], float | 
 
 
 def fastest(times: Mapping[Plan, float | None]) -> Plan | None:
-    """The fastest plan; of plans that take equally long, the one with the smallest chunk."""
+    """The fastest plan; if several are equally fast, the one with the smallest chunk."""
     fit = [(seconds, plan.chunk, plan) for plan, seconds in times.items() if seconds is not None]
     return min(fit)[2] if fit else None
 
 
 class Meter:
-    """Seconds of a round under a plan: the same first rounds for every plan, compiled before the clock starts.
+    """Measures the seconds per round of a plan: the same first rounds for every plan, without compilation.
 
-    stage: makes the driver of a run under a plan; most: rounds of a timing at most.
+    stage: makes the driver of a run under a plan; most: largest number of rounds in a timing.
     """
 
     def __init__(self, stage: Callable[[Plan], CompiledRounds], most: int) -> None:
         self.stage, self.most = stage, most
-        self.number: int | None = None  # rounds in a timing, by the pace of the first candidate
+        self.number: int | None = None  # rounds in a timing, chosen by the speed of the first candidate
         self.best = float("inf")
 
     def __call__(self, plan: Plan) -> float | None:
@@ -160,10 +161,10 @@ class Meter:
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             if not exhausted(error):
                 raise
-            if hosts.several():  # the others wait in the middle of a round
+            if hosts.several():  # the other hosts wait in the middle of a round
                 raise MemoryError(
-                    f"out of device memory with {plan.words()} while plans were timed: several hosts cannot go back "
-                    f"together; set engine.chunk to less than {plan.chunk}"
+                    f"out of device memory with {plan.words()} while plans were timed: with several hosts the search "
+                    f"cannot continue; set engine.chunk to less than {plan.chunk}"
                 ) from None
         return None
 
@@ -184,4 +185,4 @@ class Meter:
         """Seconds of the first ``number`` rounds; their results are discarded."""
         began = time.perf_counter()
         driver.time_rounds(number)
-        return float(hosts.agreed(np.float32(time.perf_counter() - began)))  # the first host's, for all
+        return float(hosts.agreed(np.float32(time.perf_counter() - began)))  # all hosts use the first host's time
