@@ -27,9 +27,9 @@ def test_a_run_shows_its_losses_and_its_accuracy():
     assert (loss.get_ylabel(), loss.get_yscale(), loss.get_xlabel()) == ("loss", "log", "round")
     np.testing.assert_allclose(lines(loss)["training batches"], np.c_[ROUNDS, TABLE["train/loss"]])
     np.testing.assert_allclose(lines(loss)["test"], [(2, 1 / 2), (4, 1 / 4), (6, 1 / 6)])
-    assert legend(accuracy) == ["test, all examples", "a tenth of the clients is below"]
+    assert legend(accuracy) == ["test, all examples", "a tenth of the clients are below"]
     np.testing.assert_allclose(lines(accuracy)["test, all examples"], [(2, 0.2), (4, 0.4), (6, 0.6)])
-    np.testing.assert_allclose(lines(accuracy)["a tenth of the clients is below"], [(2, 0.1), (4, 0.2), (6, 0.3)])
+    np.testing.assert_allclose(lines(accuracy)["a tenth of the clients are below"], [(2, 0.1), (4, 0.2), (6, 0.3)])
     assert texts(accuracy) == ["0.600"]
 
 

@@ -358,7 +358,7 @@ def test_incomplete_and_foreign_folders_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         collect([tmp_path / "nowhere"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"no folder of a run.*config\.toml"):
+    with pytest.raises(ConfigError, match=r"not the folder of a run.*config\.toml"):
         collect([tmp_path / "empty"])
     with pytest.raises(ConfigError, match=r"nothing to report"):
         collect([])

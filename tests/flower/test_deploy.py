@@ -202,7 +202,7 @@ def test_a_description_is_enough_to_assemble_but_has_no_examples():
     with pytest.raises(ValueError, match="without the data"):
         _ = made.data
     own = replace(data.description, preprocess=lambda batch, key, train: batch)
-    with pytest.raises(ValueError, match="a function of its own and cannot be written down"):
+    with pytest.raises(ValueError, match="a Python function and cannot be written to a file"):
         written_description(own)
     for step, reason in (({"name": "crop-flip"}, "crops images"), ({"name": "scale", "field": "z"}, "has x, y")):
         with pytest.raises(ValueError, match=rf"\[data\] name = 'digits': .*{reason}"):

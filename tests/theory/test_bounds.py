@@ -459,7 +459,7 @@ def test_nonconvex_data_never_gives_a_proven_convex_bound():
             assert not b.proven
             assert "NOT PROVEN HERE" in str(b)
             assert b.as_dict()["proven"] is False
-            assert ("speaks against it" in convex.detail) == (data is bent)
+            assert ("contradicts it" in convex.detail) == (data is bent)
 
 
 def test_a_federation_whose_hessians_differ_has_no_zeta():

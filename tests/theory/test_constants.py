@@ -156,7 +156,7 @@ def test_negative_curvature_is_found_and_reaches_the_bounds():
     assert not got.convex_here
     b = drift_bound(eta=0.1, tau=2, evidence=got)
     assert not b.proven
-    assert "speaks against it" in str(b)
+    assert "contradicts it" in str(b)
 
 
 def test_a_loss_with_its_own_reverse_rule_works_too():

@@ -76,7 +76,7 @@ def test_local_steps_of_mime_are_l_over_delta():
     assert advise([constants()], SETTINGS).mime_steps == 8
     alike = advise([constants(delta=5.0)], SETTINGS)
     assert alike.mime_steps == 1
-    assert "gains little" in text(alike)
+    assert "helps little" in text(alike)
 
 
 def test_prediction_only_where_the_quadratic_model_holds():

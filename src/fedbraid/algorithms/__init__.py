@@ -1,4 +1,4 @@
-"""Federated algorithms, one file a family."""
+"""Federated algorithms, one file per family."""
 
 from fedbraid.algorithms._feddyn import feddyn
 from fedbraid.algorithms._fednova import fednova

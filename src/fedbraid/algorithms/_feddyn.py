@@ -1,22 +1,22 @@
-"""FedDyn: a dynamic regularizer makes the clients' optima agree with the global one.
+"""FedDyn: a dynamic regularizer makes the clients' local optima agree with the global optimum.
 
 D. A. E. Acar, Y. Zhao, R. Matas Navarro, M. Mattina, P. N. Whatmough, V. Saligrama. Federated Learning Based on Dynamic
 Regularization. ICLR 2021. Algorithm 1.
 
-The server has x and h, client i keeps g_i, all g and h at first 0. Client i looks for the minimizer y of
+The server has x and h, and client i keeps g_i. All g_i and h start at 0. Client i looks for the minimizer y of
 
     f_i(y) - <g_i, y> + (alpha/2) ||y - x||^2
 
-by local steps of rate client_lr from y = x, sets g_i <- g_i + alpha (x - y), which at the minimizer is grad f_i(y), and
-sends x - y. With S the clients that were heard, out of N,
+by local steps with learning rate client_lr from y = x. It sets g_i <- g_i + alpha (x - y), which at the minimizer is
+grad f_i(y), and sends x - y. With S the clients whose uploads arrived, out of N,
 
     h <- h + alpha |S|/N mean(x - y_i),    x <- x - mean(x - y_i) - h / alpha.
 
-So h = (1/N) sum_i g_i after every round, and where nothing moves any more y_i = x, g_i = grad f_i(x) and h = 0: x is
-the optimum of the unweighted mean of the client losses, whether the local problems are solved exactly or not. Uploads
-have equal weights for that reason; there is no weighting to choose.
+So h = (1/N) sum_i g_i after every round. At a fixed point y_i = x, g_i = grad f_i(x) and h = 0. So x is then the
+optimum of the unweighted mean of the client losses, also if the local problems are solved inexactly. For that reason
+uploads have equal weights, and there is no option ``weighting``.
 
-Sends, in models: 1 down, 1 up. Keeps: one model per client, so clients must come back (cross-silo).
+Sends, in models: 1 down, 1 up. Keeps: one model per client, so the same clients must take part again (cross-silo).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Walk(NamedTuple):
 
 
 def feddyn(loss: Loss, *, alpha: Any = 0.1, client_lr: Any = 0.1, **local: Unpack[LocalOptions]) -> Algorithm:
-    """FedDyn with local gradient steps; a small ``alpha`` moves fast, a large one is stable.
+    """FedDyn with local gradient steps; a small ``alpha`` converges fast, a large one is stable.
 
     >>> alg = feddyn(lambda params, batch, key: jnp.sum(params**2), alpha=0.1, client_lr=0.05, epochs=5)
     """
@@ -76,7 +76,7 @@ def feddyn(loss: Loss, *, alpha: Any = 0.1, client_lr: Any = 0.1, **local: Unpac
         return Report(Up(sent), weight_of("uniform", n), kept, {"loss": walk.loss / walk.k.astype(walk.loss.dtype)})
 
     def reconcile(g_i: PyTree, meant: Up, decoded: Up) -> PyTree:
-        """The client believes of its move what the server believes, so that h stays the mean of the g_i."""
+        """Update g_i with the decoded update, as the server does, so that h stays the mean of the g_i."""
         return jax.tree.map(lambda g, m, d: g + alpha * (d - m), g_i, meant.pseudograd, decoded.pseudograd)
 
     def receive(server: FedDynState, aggregate: Aggregate, key: Any) -> FedDynState:

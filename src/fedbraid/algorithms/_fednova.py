@@ -1,21 +1,21 @@
-"""FedNova: normalized averaging, so that clients with more local steps do not count for more.
+"""FedNova: normalized averaging, so that clients with more local steps do not get a larger weight.
 
 J. Wang, Q. Liu, H. Liang, G. Joshi, H. V. Poor. Tackling the Objective Inconsistency Problem in Heterogeneous Federated
 Optimization. NeurIPS 2020.
 
-Client i takes tau_i local steps; its move is x - y_i = client_lr sum_k a_k g_k with weights a_k >= 0 that depend on its
-local solver (all 1 for SGD). FedAvg's mean of the moves is, to first order in client_lr, a step on sum_i p_i tau_i f_i,
-not on f = sum_i p_i f_i. FedNova sends the move per unit of weight, d_i = (x - y_i) / ||a_i||_1, and
+Client i takes tau_i local steps. Its update is x - y_i = client_lr sum_k a_k g_k with weights a_k >= 0 that depend on
+its local solver (all 1 for SGD). To first order in client_lr, FedAvg's mean of the updates is a gradient step on
+sum_i p_i tau_i f_i instead of f = sum_i p_i f_i. FedNova sends the normalized update d_i = (x - y_i) / ||a_i||_1, and
 
     x <- x - server_lr tau_eff sum_i p_i d_i,    tau_eff = sum_i p_i ||a_i||_1.
 
-The local solver is SGD with momentum rho and a proximal pull alpha,
+The local solver is SGD with momentum rho and a proximal term alpha,
 
     u <- rho u + g(y) + alpha (y - x),    y <- y - client_lr u,
 
-both 0 by default. Its ||a_i||_1 is how far it would go under a constant gradient of 1. It is computed by running the
-same recursion on numbers: for momentum or pull alone this gives the closed forms of the paper (Section 4), and it is
-also right for both together.
+both 0 by default. Its ||a_i||_1 is the update for a constant gradient of 1, divided by client_lr. It is computed by
+running the same recursion on scalars. For momentum alone or the proximal term alone this gives the closed forms of the
+paper (Section 4); it is also correct for both together.
 
 Sends, in models: 1 down, 1 up, and one number. Keeps: nothing on the clients.
 """
@@ -43,7 +43,7 @@ class NovaState(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """A client's carry: its model y and momentum, both for a gradient of 1, the step number and the sum of losses."""
+    """A client's carry: model y, momentum u, ||a_i||_1 with its last increment, step number and sum of batch losses."""
 
     params: PyTree
     u: PyTree
@@ -63,7 +63,7 @@ def fednova(
     weighting: Weighting = "examples",
     **local: Unpack[LocalOptions],
 ) -> Algorithm:
-    """FedNova over local SGD, with momentum ``rho`` and a proximal pull ``alpha`` if asked for.
+    """FedNova with local SGD, optionally with momentum ``rho`` and a proximal term ``alpha``.
 
     >>> alg = fednova(lambda params, batch, key: jnp.sum(params**2), client_lr=0.05, epochs=2)
     """
@@ -100,7 +100,7 @@ def fednova(
         return Report(Up(sent, walk.length), weight_of(weighting, n), metrics={"loss": mean_loss})
 
     def receive(server: NovaState, aggregate: Aggregate, key: Any) -> NovaState:
-        d, tau = aggregate.up  # the mean of ||a_i||_1 under the same weights is tau_eff
+        d, tau = aggregate.up  # tau_eff is the mean of ||a_i||_1 with the same weights
         return NovaState(jax.tree.map(lambda x, d: x - server_lr * tau.astype(x.dtype) * d, server.params, d))
 
     exchange = Exchange(

@@ -1,24 +1,26 @@
-"""FedGD(s, e), exact-prox FedProx, and FedSplit: two methods that stop near the optimum, one that reaches it.
+"""FedGD(s, e), exact-prox FedProx, and FedSplit: the first two converge near the optimum, FedSplit to the optimum.
 
 R. Pathak, M. Wainwright. FedSplit: an algorithmic framework for fast federated optimization. NeurIPS 2020.
 
-The problem is to minimize sum_j f_j(x), with equal weights; f_j is client j's mean loss, or the sum of its
-losses (``objective="sum"``), which makes it the loss pooled over all examples.
+The problem is to minimize sum_j f_j(x), with equal weights. f_j is client j's mean loss. With ``objective="sum"`` it is
+the sum of its losses, and the problem is the loss pooled over all examples.
 
     fedgd          x_j = G_j^e(x),  G_j(u) = u - s grad f_j(u)          x <- mean_j x_j                    (eq. 4)
     fedprox_exact  x_j = prox_{s f_j}(x)                                x <- mean_j x_j                    (eq. 6)
     fedsplit       u_j = prox_{s f_j}(2 x - z_j)                        z_j <- z_j + 2 (u_j - x)
                                                                         x <- mean_j z_j                    (Algorithm 1)
 
-FedGD with e > 1 stops where the gradients along the local paths cancel (Prop. 1), exact FedProx where those of the
-Moreau envelopes do (Prop. 2). A fixed point of FedSplit is x* with z_j = x* - s grad f_j(x*) (Prop. 3; the prox in
-eq. 13 must read 2 zbar - z_j). With s = 1 / sqrt(l L) each round shrinks the error by 1 - 2 / (sqrt(kappa) + 1), and
-proxes within b of exact cost an error of (sqrt(kappa) + 1) b (Theorem 1). That floor is for solvers that begin at the
-prox's argument; those that begin at x have b = 0 at the fixed point, and with it no floor.
+FedGD with e > 1 converges to the point where the gradients along the local steps sum to 0 (Prop. 1). Exact FedProx
+converges to the point where the gradients of the Moreau envelopes do (Prop. 2). A fixed point of FedSplit is x* with
+z_j = x* - s grad f_j(x*) (Prop. 3; the prox in eq. 13 must read 2 zbar - z_j). With s = 1 / sqrt(l L) each round
+multiplies the error by 1 - 2 / (sqrt(kappa) + 1). If each prox has an error of at most b, the final error is at most
+(sqrt(kappa) + 1) b (Theorem 1). That error floor is for solvers that start at the prox's argument. Solvers that start
+at x have b = 0 at the fixed point, so they have no error floor.
 
-FedSplit's z_j live on the clients, and the server keeps x = mean_j z_j over *all* clients: from those whose upload
-arrived it learns the change of that mean, (1 / N) sum_j (z_j+ - z_j), so it must know N, and absent clients keep their
-z_j. Full rounds contract, so a uniformly drawn cohort contracts in mean square: partial participation is sound.
+FedSplit's z_j are client state, and the server keeps x = mean_j z_j over *all* clients. The uploads that arrived give
+the change of that mean, (1 / N) sum_j (z_j+ - z_j), so the server must know N. Absent clients keep their z_j. A round
+with all clients is a contraction, so a round with a uniformly drawn cohort is a contraction in mean square: partial
+participation also converges.
 """
 
 from __future__ import annotations
@@ -59,10 +61,10 @@ def fedgd(
     objective: Objective = "mean",
     weighting: Weighting = "uniform",
 ) -> Algorithm:
-    """FedGD(s, e): e local gradient steps of size s on all of a client's examples, models averaged.
+    """FedGD(s, e): e local gradient steps of size s on all of a client's examples; the server averages the models.
 
-    It is FedAvg without batches. With ``local_steps=1`` it is gradient descent and reaches the optimum; with more it
-    stops at the zero of ``sum_j sum_i grad f_j(G_j^{i-1}(x))`` (Prop. 1).
+    It is FedAvg with full batches. With ``local_steps=1`` it is gradient descent and converges to the optimum. With
+    more it converges to the zero of ``sum_j sum_i grad f_j(G_j^{i-1}(x))`` (Prop. 1).
 
     >>> alg = fedgd(lambda params, batch, key: jnp.sum(params**2), step=0.1, local_steps=10)
     """
@@ -99,8 +101,8 @@ def fedprox_exact(
 ) -> Algorithm:
     """FedProx as Pathak & Wainwright analyse it: each client sends its proximal point, the server averages.
 
-    ``step`` is s: the pull towards the server's model is 1 / s. This is neither LocalUpdate with alpha nor local
-    gradient steps with a pull (``fedprox``): three methods, three fixed points. Options of the solver as in `fedsplit`.
+    ``step`` is s: the proximal term has weight 1 / s. LocalUpdate with alpha, and local gradient steps with a proximal
+    term (``fedprox``), are two other methods with other fixed points. Options of the solver as in `fedsplit`.
 
     >>> alg = fedprox_exact(lambda params, batch, key: jnp.sum((params - 1.0) ** 2), step=0.5, prox="closed-form")
     """
@@ -136,7 +138,7 @@ def fedprox_exact(
 
 
 class SplitClient(NamedTuple):
-    """What a FedSplit client keeps: z_j, and with a regularization the model it started from."""
+    """The state of a FedSplit client: z_j, and with a regularization the initial model."""
 
     z: Any
     anchor: Any = ()
@@ -162,21 +164,21 @@ def fedsplit(
 ) -> Algorithm:
     """FedSplit: operator splitting over the clients, ``z_j <- z_j + 2 relaxation (u_j - x)``.
 
-    step: s; by default 1 / sqrt(l L) when ``strong_convexity`` and ``smoothness`` are given (``prox.curvature`` reads
-        them off the data), else 3, which suits mean losses of classifiers.
+    step: s; by default 1 / sqrt(l L) when ``strong_convexity`` and ``smoothness`` are given (``prox.curvature``
+        estimates them from data), else 3, which suits mean losses of classifiers.
     prox: "closed-form" (quadratic losses), "newton" or "accelerated" (to ``tolerance`` in at most ``max_steps``),
         "gradient" (``local_steps`` of Corollary 1's size, from l and L), "backtracking" (``local_steps`` with line
         search), or a solver of :mod:`fedbraid.algorithms.prox`.
-    start: where a solver begins. "server" begins at x, which is the prox at the fixed point, so that a few steps a
-        round do for exact convergence; "point" begins at 2 x - z_j, as eq. (17) reads, and leaves the floor of
+    start: where a solver starts. "server" starts at x, which is the prox at the fixed point, so a few steps per round
+        are enough for exact convergence. "point" starts at 2 x - z_j, as in eq. (17), and has the error floor of
         Theorem 1.
     regularization: lambda of Theorem 2: every client adds (lambda / 2) ||x - x_1||^2, for losses that are not strongly
         convex; l and L are those of the loss without it, and l may then be left out.
-    relaxation: 1 is the paper's Algorithm 1 (Peaceman-Rachford), whose theorems need strongly convex losses; 1/2 is
-        Douglas-Rachford, slower on those but convergent for any convex losses.
+    relaxation: 1 is the paper's Algorithm 1 (Peaceman-Rachford), whose theorems need strongly convex losses. 1/2 is
+        Douglas-Rachford, which is slower on those but converges for any convex losses.
     objective: f_j is the client's "mean" loss, or the "sum" over its examples.
-    estimate: read l and L off the clients of ``data`` at ``params``, from whole Hessians or by Lanczos' method
-        (``prox.curvature``); exact for least squares, a guess from one point for other losses.
+    estimate: compute l and L from the clients of ``data`` at ``params``, with full Hessians or with Lanczos' method
+        (``prox.curvature``); exact for least squares, an estimate at one point for other losses.
 
     >>> square = lambda params, batch, key: 0.5 * jnp.mean((params - batch["x"]) ** 2)
     >>> alg = fedsplit(square, strong_convexity=1.0, smoothness=1.0, prox="closed-form")
@@ -226,10 +228,10 @@ def fedsplit(
     def receive(server: SplitServer, aggregate: Aggregate, key: Any) -> SplitServer:
         if aggregate.population is None:
             raise ValueError(
-                "fedsplit keeps x = the mean of all clients' z_j, so with some of them absent it must know how many "
-                "there are: give the population"
+                "fedsplit keeps x = the mean of all clients' z_j; since some clients are absent, it must know their "
+                "total number: give the population"
             )
-        # in the model's own precision: a ratio of integers is float32 whatever the model is
+        # computed in the model's dtype: a ratio of integers would be float32
         moved = jax.tree.map(
             lambda x, p: x - jnp.asarray(aggregate.count, x.dtype) / jnp.asarray(aggregate.population, x.dtype) * p,
             server.params,
@@ -238,7 +240,7 @@ def fedsplit(
         return SplitServer(moved)
 
     def reconcile(state: SplitClient, meant: Up, decoded: Up) -> SplitClient:
-        # the server moved x by what it decoded, so z_j must have moved by that too
+        # the server changed x by the decoded upload, so z_j must change by the same amount
         z = jax.tree.map(lambda z, m, d: z + m - d, state.z, meant.pseudograd, decoded.pseudograd)
         return state._replace(z=z)
 

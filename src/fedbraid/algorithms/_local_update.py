@@ -6,10 +6,10 @@ Client i, given the server's model x, runs (Algorithm 2)
 
     x_1 = x,   g_k = grad f_i(x_k; batch k) + alpha (x_k - x),   x_{k+1} = x_k - gamma g_k,
 
-and sends  sum_k theta_k g_k.  The proximal pull is part of g_k and so of the message: only then is a round one step of
-ServerOpt on the surrogate loss (Theorem 1). The message is a sum of gradients, not a model delta, so gamma = 0 is legal
-and makes progress. For Theta = Theta_{1:K} the model delta is x - x_{K+1} = gamma sum_k g_k: `message="delta"` sends
-that, which is FedAvg as commonly coded, with server_lr = 1 for plain averaging of the models.
+and sends  sum_k theta_k g_k.  The proximal term is part of g_k and so of the message: only then is a round one step of
+ServerOpt on the surrogate loss (Theorem 1). The message is a sum of gradients, so gamma = 0 is allowed and makes
+progress. For Theta = Theta_{1:K} the model delta is x - x_{K+1} = gamma sum_k g_k. `message="delta"` sends the delta.
+This is FedAvg as commonly implemented; server_lr = 1 averages the models.
 
     member                 Theta        alpha    gamma      message
     minibatch_sgd          Theta_1      0        0          gradients
@@ -19,7 +19,7 @@ that, which is FedAvg as commonly coded, with server_lr = 1 for plain averaging 
     fedprox                Theta_{1:K}  > 0      > 0        delta
     meta_minibatch_prox    Theta_{1:K}  > 0      > 0        delta
     fomaml                 Theta_K      0        > 0        gradients
-    fedavgm, fedadam, fedadagrad, fedyogi: fedavg under another ServerOpt
+    fedavgm, fedadam, fedadagrad, fedyogi: fedavg with another ServerOpt
 
 Sends: the model down, one vector of its size up. Keeps: nothing on the clients.
 """
@@ -68,7 +68,7 @@ class Walk(NamedTuple):
 
 
 def check_theta(theta: Any) -> Literal["1:K", "K"] | tuple[float, ...]:
-    """Theta as "1:K", "K", or finitely many weights >= 0 that are not all 0."""
+    """Theta as "1:K", "K", or a tuple of weights >= 0 that are not all 0."""
     if isinstance(theta, str):
         return check_choice("theta", theta, ("1:K", "K"))
     weights = tuple(theta)
@@ -96,7 +96,7 @@ def local_update(
     """LocalUpdate(alpha, gamma, Theta, ServerOpt).
 
     ``theta`` given as weights fixes the number of local steps; "1:K" and "K" take it from ``epochs`` or ``steps``.
-    ``server_opt`` takes the place of gradient descent with ``server_lr``.
+    ``server_opt`` replaces gradient descent with ``server_lr``.
 
     >>> quadratic = lambda params, batch, key: 0.5 * jnp.sum((params - batch["x"].mean(0)) ** 2)
     >>> alg = local_update(quadratic, gamma=0.1, theta=(1.0, 1.0, 1.0), batch_size=None)
@@ -137,7 +137,7 @@ def local_update(
     def accumulate(walk: Walk, g: Any) -> Any:
         if message == "delta":
             return ()
-        if theta == "K":  # only the last gradient counts, whatever the client's number of steps
+        if theta == "K":  # only the last gradient counts, for any number of steps
             return g
         if theta == "1:K":
             return jax.tree.map(jnp.add, walk.message, g)
@@ -200,7 +200,7 @@ def fedavg(
     weighting: Weighting = "examples",
     **local: Unpack[LocalOptions],
 ) -> Algorithm:
-    """FedAvg (McMahan et al., 2017): local SGD, models averaged.
+    """FedAvg (McMahan et al., 2017): local SGD; the server averages the models.
 
     >>> alg = fedavg(lambda params, batch, key: jnp.sum(params**2), client_lr=0.1, epochs=2)
     """
@@ -216,7 +216,7 @@ def reptile(
     weighting: Weighting = "uniform",
     **local: Unpack[LocalOptions],
 ) -> Algorithm:
-    """Reptile (Nichol et al., 2018): FedAvg read as meta-learning, tasks with equal weights."""
+    """Reptile (Nichol et al., 2018): FedAvg used for meta-learning, with equal weights for all tasks."""
     return fedavg(loss, client_lr=client_lr, server_lr=server_lr, weighting=weighting, **local)
 
 
@@ -240,7 +240,7 @@ def fedprox(
     weighting: Weighting = "examples",
     **local: Unpack[LocalOptions],
 ) -> Algorithm:
-    """FedProx by local gradient steps (Li et al., 2020): FedAvg with a pull alpha towards the server's model.
+    """FedProx by local gradient steps (Li et al., 2020): FedAvg with a proximal term of weight alpha.
 
     The exact proximal step of Pathak & Wainwright is another method with another fixed point: ``fedprox_exact``.
     """
@@ -257,7 +257,7 @@ def meta_minibatch_prox(
     weighting: Weighting = "uniform",
     **local: Unpack[LocalOptions],
 ) -> Algorithm:
-    """MetaMinibatchProx (Zhou et al., 2019): FedProx read as meta-learning, tasks with equal weights."""
+    """MetaMinibatchProx (Zhou et al., 2019): FedProx used for meta-learning, with equal weights for all tasks."""
     return fedprox(loss, alpha=alpha, client_lr=client_lr, server_lr=server_lr, weighting=weighting, **local)
 
 
@@ -277,7 +277,7 @@ def fomaml(
     return local_update(loss, gamma=client_lr, theta="K", server_opt=opt, weighting=weighting, **local)
 
 
-# --- fedavg under other server optimizers ----------------------------------------------------------------------------
+# --- fedavg with other server optimizers -----------------------------------------------------------------------------
 
 
 def fedavgm(

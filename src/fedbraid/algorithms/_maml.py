@@ -1,16 +1,16 @@
-"""MAML: a model that is good after a few local steps on a client, not before.
+"""MAML: trains a model to have a low loss after a few local steps on a client.
 
-C. Finn, P. Abbeel, S. Levine. Model-agnostic meta-learning for fast adaptation of deep networks. ICML 2017; its place
-among local update methods: Z. Charles, J. Konecny, Convergence and Accuracy Trade-Offs in Federated Learning and
-Meta-Learning, AISTATS 2021, Theorem 2.
+C. Finn, P. Abbeel, S. Levine. Model-agnostic meta-learning for fast adaptation of deep networks. ICML 2017; as a local
+update method: Z. Charles, J. Konecny, Convergence and Accuracy Trade-Offs in Federated Learning and Meta-Learning,
+AISTATS 2021, Theorem 2.
 
-Client i splits its examples at random, anew in every round, into a support and a query set, runs K local steps on the
+In every round client i splits its examples at random into a support and a query set. It runs K local steps on the
 support set,
 
     x_1 = x,   x_{k+1} = x_k - gamma (grad f_i(x_k; support batch k) + alpha (x_k - x)),   X_K(x) = x_{K+1},
 
-and sends the gradient of x -> f_i(X_K(x); query) by differentiating through all K steps: Hessians included. The server
-takes it as a gradient. The proximal form (alpha > 0) pulls the steps, not the query loss.
+and sends the gradient of x -> f_i(X_K(x); query). It differentiates through all K steps, so the gradient contains
+Hessians. The server uses it as a gradient. The proximal term (alpha > 0) is in the steps, not in the query loss.
 
 On quadratics with all examples in both sets (``support=1.0``) the message is grad f~_i(x) = J^2 A_i (x - c_i) with J =
 (I - gamma A_i)^K: the surrogate gradient for Theta_{2K+1}. With alpha > 0, J = (A_i + alpha I)^-1 (alpha I + A_i R^K),
@@ -65,7 +65,7 @@ def maml(
     """MAML with K = ``steps`` local steps of rate gamma = ``client_lr``.
 
     support: share of a client's examples in the support set, the rest is the query set; 1 uses all examples as both.
-    order: "second" is exact; "first" takes the query gradient at X_K(x) as it is (FOMAML with a query set).
+    order: "second" is exact; "first" sends the query gradient at X_K(x) itself (FOMAML with a query set).
     batch_size: examples of a support batch, and of the query batch; None takes all of each set.
     server_opt: replaces gradient descent with ``server_lr``.
 

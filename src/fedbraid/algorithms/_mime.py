@@ -1,31 +1,31 @@
-"""Mime, MimeLite and Loc-Mime over any base optimizer (U, V).
+"""Mime, MimeLite and Loc-Mime with any base optimizer (U, V).
 
 S. P. Karimireddy, M. Jaggi, S. Kale, M. Mohri, S. J. Reddi, S. U. Stich, A. T. Suresh. Breaking the centralized barrier
 for cross-device federated learning. NeurIPS 2021. Algorithm 1; Algorithms 3 and 4 are its momentum and Adam.
 
-Client i starts from y = x and repeats, with mini-batches zeta and the base's state s as the server sent it,
+Client i starts from y = x and repeats, with mini-batches zeta and the base's state s that the server sent,
 
     g = grad f_i(y; zeta) - grad f_i(x; zeta) + c      (Mime: c is the cohort's full gradient at x)
     g = grad f_i(y; zeta)                              (MimeLite)
     y <- y - client_lr U(g, s),
 
-and sends x - y. The server, whose state alone touches V,
+and sends x - y. Only the server applies V:
 
     s <- V(mean of grad f_i(x), s),    x <- x - server_lr mean(x - y_i).
 
-The statistics are made once, at the server's model, and applied unchanged at every local step. Loc-Mime instead lets
-each client update its copy of s after every local step, s <- V(g, s), and forgets it when the round ends: the ablation
-that shows why one should not.
+The statistics are computed once, at the server's model, and used unchanged in every local step. In Loc-Mime each client
+updates its copy of s after every local step, s <- V(g, s), and drops it when the round ends. It is an ablation that
+shows why s should stay fixed.
 
-Where c and the gradients of V come from is the protocol:
+The protocol says where c and the gradients of V come from:
 
     two-phase       two exchanges with the same clients: first their gradients, then their updates (Algorithm 1)
-    lagged          one exchange; c is that of the round before, 0 in the first (Algorithms 3 and 4)
+    lagged          one exchange; c is that of the previous round, 0 in the first (Algorithms 3 and 4)
     split-cohort    two exchanges with two cohorts: one sends gradients, another trains (Section 5, Table 4)
 
-MimeLite uses no c, so that under it "two-phase" and "lagged" give the same and "lagged" is the cheaper one. Over a base
-without state (sgd) MimeLite asks for no gradient at all: it is FedAvg. If no gradient arrives in a round, s stays and
-the last c serves.
+MimeLite uses no c, so "two-phase" and "lagged" give the same model, and "lagged" sends less. With a base without state
+(sgd) MimeLite needs no gradient from clients: it is FedAvg. If no gradient arrives in a round, s stays the same and the
+last c is used.
 
 Sends, in models: gradients 1 down and 1 up; updates 1 + s (+ 1 for Mime's c) down and 1 up, + 1 up if lagged. A pair of
 the split cohort: MimeLiteMom 5, MimeLiteAdam 6, MimeMom 6, MimeAdam 7. Clients keep nothing, so the second phase sends
@@ -63,7 +63,7 @@ PROTOCOLS = ("two-phase", "lagged", "split-cohort")
 
 
 class MimeState(NamedTuple):
-    """The server: its model, the base's state s, Mime's c, and the s that waits for the round's end."""
+    """The server: its model, the base's state s, Mime's c, and the new s that replaces s when the round ends."""
 
     params: PyTree
     s: PyTree
@@ -92,7 +92,7 @@ class MimeOptions(LocalOptions, BaseOptions, total=False):
 
 
 class Method(NamedTuple):
-    """What tells the three methods apart."""
+    """The options in which the three methods differ."""
 
     name: str
     correction: bool  # local gradients are corrected by those at x, and c
@@ -159,7 +159,7 @@ def _mime(
 
     def receive_gradient(server: MimeState, aggregate: Aggregate, key: Any) -> MimeState:
         c = aggregate.up.pseudograd
-        # the clients of this round still step with the old s (Appendix G), so the new one waits
+        # the clients of this round still use the old s (Appendix G), so the new one replaces it later
         pending = base.track(c, server.s, server.params)
         return server._replace(c=c if correction else (), pending=pending)
 
@@ -175,7 +175,7 @@ def _mime(
     train = _local_steps(method, loss, base, rate, weighting, batches)
     if not needs_gradients or two_exchanges:
         work = LocalWork((train,))
-    else:  # the pass for the gradient comes second, so that training draws the batches that FedAvg draws
+    else:  # the pass for the gradient comes second, so that training uses the same batches as FedAvg
         work = LocalWork((train, full_gradients(loss, lambda down: (down.params,), batches.size)), with_gradient)
     update = Exchange("train", send, work, receive_update)
     exchanges = (update,)
@@ -201,7 +201,7 @@ def mime(
     weighting: Weighting = "examples",
     **options: Unpack[MimeOptions],
 ) -> Algorithm:
-    """Mime: every local step is one of the base optimizer on an SVRG-corrected gradient, with the server's state.
+    """Mime: every local step is a step of the base optimizer on an SVRG-corrected gradient, with the server's state.
 
     ``base`` is "sgd", "momentum", "adam", "adagrad" with their options (``beta``; ``b1``, ``b2``, ``eps``, ``initial``,
     ``bias_correction``), or a :class:`BaseOptimizer`. ``client_lr`` defaults to 0.1, for adam to 0.01.
@@ -224,7 +224,7 @@ def mimelite(
     weighting: Weighting = "examples",
     **options: Unpack[MimeOptions],
 ) -> Algorithm:
-    """MimeLite: Mime without the correction, so that no c is sent; over sgd it is FedAvg.
+    """MimeLite: Mime without the correction, so no c is sent; with the base sgd it is FedAvg.
 
     >>> alg = mimelite(lambda params, batch, key: jnp.sum(params**2), base="adagrad", protocol="split-cohort")
     >>> [(exchange.name, exchange.cohort) for exchange in alg.exchanges]
@@ -244,7 +244,7 @@ def locmime(
     weighting: Weighting = "examples",
     **options: Unpack[MimeOptions],
 ) -> Algorithm:
-    """Loc-Mime: Mime whose clients also update their copy of the base's state; ``correction=False``: MimeLite's.
+    """Loc-Mime: clients also update their copy of the base's state; ``correction=False`` is the MimeLite variant.
 
     >>> alg = locmime(lambda params, batch, key: jnp.sum(params**2), base="momentum", beta=0.5)
     """

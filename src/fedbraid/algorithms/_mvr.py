@@ -1,4 +1,4 @@
-"""Momentum-based variance reduction: MimeMVR, MimeLiteMVR and the server-only method they speed up.
+"""Momentum-based variance reduction: MimeMVR, MimeLiteMVR and the server-only method.
 
 S. P. Karimireddy et al. Breaking the centralized barrier for cross-device federated learning (Mime). NeurIPS 2021.
 Algorithm 5, equations (12) to (16). Server-only MVR: A. Cutkosky, F. Orabona. Momentum-based variance reduction in
@@ -14,16 +14,17 @@ Client i starts from y = x_{t-1} and repeats y <- y - client_lr d with
     d = a (g(y) - g(x) + c) + (1 - a) m + (1 - a) (g(y) - g(x)) = g(y) - g(x) + [a c + (1 - a) m]            (13) Mime
     d = a g(y) + (1 - a) m + (1 - a) (g(y) - g(x))              = g(y) - (1 - a) g(x) + [(1 - a) m]          (14) Lite
 
-where g is a gradient on the step's mini-batch. Only the vector in brackets, the direction p, is needed on a client: it
-is sent in place of m and c. Likewise MimeLiteMVR and the server-only method need c_t - (1 - a) c~_t alone, one vector.
+where g is a gradient on the step's mini-batch. A client needs only the vector in brackets, the direction p: it is sent
+instead of m and c. In the same way MimeLiteMVR and the server-only method need only one vector, c_t - (1 - a) c~_t.
 
 The pair (c, m) behind p is that of the protocol (see :mod:`fedbraid.algorithms._mime`): "lagged" is Algorithm 5, with
-(c_{t-1}, m_{t-1}), which were made at x_{t-2}; "two-phase" and "split-cohort" have this round's (c_t, m_t), made at
-x_{t-1}. With a = 1 each is Mime over SGD under the same protocol. The point x of the correction g(y) - g(x) is x_{t-1}
-as (13) and (14) print it (``anchor="current"``). The proof of Lemma 19 puts x_{t-2} there, where the lagged pair was
-made; if all clients have the same loss, only noise is left of the bias then: ``anchor="previous"``.
+(c_{t-1}, m_{t-1}), computed at x_{t-2}; "two-phase" and "split-cohort" have this round's (c_t, m_t), computed at
+x_{t-1}. With a = 1 each is Mime with the base SGD and the same protocol. The point x of the correction g(y) - g(x) is
+x_{t-1} in (13) and (14) (``anchor="current"``). The proof of Lemma 19 uses x_{t-2}, where the lagged pair was computed
+(``anchor="previous"``). If all clients have the same loss, its only error is noise.
 
-As in Algorithm 5 all starts from m = c = 0 and x_{-1} = x_0; a lagged MimeMVR therefore only looks in its first round.
+As in Algorithm 5, m = c = 0 and x_{-1} = x_0 at the start. So the first round of a lagged MimeMVR only collects
+gradients and does not change x.
 
 Sends, in models: lagged 3 down (x_{t-1}, x_{t-2}, p) and 3 up (x - y, the two gradients), 2 up for Lite. Two exchanges:
 2 down and 2 up (1 for Lite), then 2 down and 1 up. Server-only: 2 down, 1 up. Keeps: nothing on the clients.
@@ -60,7 +61,7 @@ Anchor = Literal["current", "previous"]
 
 
 class MVRState(NamedTuple):
-    """The server: its model, the model at which m was made, m, and the direction p of the next local steps."""
+    """The server: its model, the model at which m was computed, m, and the direction p of the next local steps."""
 
     params: PyTree
     previous: PyTree
@@ -88,7 +89,7 @@ def _both(down: Down) -> tuple[PyTree, PyTree]:
 
 
 def _difference(a: Any, gradients: Gradients) -> PyTree:
-    """``grad f_i(x_{t-1}) - (1 - a) grad f_i(x_{t-2})``: all that (16) needs of a client."""
+    """``grad f_i(x_{t-1}) - (1 - a) grad f_i(x_{t-2})``: (16) needs only this from a client."""
     return jax.tree.map(lambda new, old: new - (1 - a) * old, *gradients.at)
 
 
@@ -119,11 +120,11 @@ def _momentum(correction: bool, a: Any) -> tuple[Callable[[Gradients], Up], Call
     """What a client sends of its gradients, and how the server updates m and p with their mean."""
 
     def message(gradients: Gradients) -> Up:
-        """Mime needs c_t by itself too."""
+        """Mime also needs c_t itself."""
         return Up(gradients.at[0], gradients.at[1]) if correction else Up(_difference(a, gradients))
 
     def track(server: MVRState, up: Up) -> MVRState:
-        """Equation (16), and p from the newest pair."""
+        """Equation (16), and p from the newest pair (c, m)."""
         if correction:
             c, old = up
             m = jax.tree.map(lambda c, old, m: c + (1 - a) * (m - old), c, old, server.m)
@@ -155,7 +156,7 @@ def _mvr(
     check_choice("weighting", weighting, WEIGHTINGS)
     lagged = protocol == "lagged"
     if anchor == "previous" and not lagged:
-        raise ValueError(f"anchor='previous' is the point of the lagged pair; protocol={protocol!r} needs 'current'")
+        raise ValueError(f"anchor='previous' needs protocol='lagged'; protocol={protocol!r} needs anchor='current'")
     batches = batches_of(**local)
     message, track = _momentum(correction, a)
 
@@ -222,7 +223,7 @@ def mime_mvr(
     weighting: Weighting = "examples",
     **local: Unpack[LocalOptions],
 ) -> Algorithm:
-    """MimeMVR: local steps along corrected momentum; ``a`` is 1 - beta, and a = 1 is Mime over SGD.
+    """MimeMVR: local steps along corrected momentum; ``a`` is 1 - beta, and a = 1 is Mime with the base SGD.
 
     >>> alg = mime_mvr(lambda params, batch, key: jnp.sum(params**2), a=0.1, client_lr=0.05)
     """
@@ -250,7 +251,7 @@ def mimelite_mvr(
 def server_only_mvr(
     loss: Loss, *, a: Any = 0.1, lr: Any = 0.5, weighting: Weighting = "examples", batch_size: int | None = 20
 ) -> Algorithm:
-    """MVR without local steps: m by (16), then ``x <- x - lr m``. ``batch_size`` bounds the memory, no more.
+    """MVR without local steps: m by (16), then ``x <- x - lr m``. ``batch_size`` only limits the memory.
 
     >>> alg = server_only_mvr(lambda params, batch, key: jnp.sum(params**2), a=0.1, lr=0.1)
     """

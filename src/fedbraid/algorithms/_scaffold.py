@@ -3,23 +3,24 @@
 S. P. Karimireddy, S. Kale, M. Mohri, S. J. Reddi, S. U. Stich, A. T. Suresh. SCAFFOLD: Stochastic Controlled Averaging
 for Federated Learning. ICML 2020. Algorithm 1.
 
-The server has x and c, client i keeps c_i, all c at first 0. Client i starts from y = x, repeats K times
+The server has x and c, and client i keeps c_i. c and all c_i start at 0. Client i starts from y = x, repeats K times
 
     y <- y - client_lr (grad f_i(y; zeta) - c_i + c),
 
-renews its control variate by
+updates its control variate by
 
     option I:    c_i+ = grad f_i(x), its full gradient at the server's model (one more pass over its data)
     option II:   c_i+ = c_i - c + (x - y) / (K client_lr), the mean of its local gradients
 
-and sends x - y and c_i+ - c_i. With S the clients that were heard, out of N,
+and sends x - y and c_i+ - c_i. With S the clients whose uploads arrived, out of N,
 
     x <- x - server_lr mean(x - y_i),    c <- c + |S|/N mean(c_i+ - c_i).
 
-The second mean is over clients, unweighted: only then is c = (1/N) sum_i c_i after every round. Hence SCAFFOLD stops at
-the optimum of the unweighted mean of the client losses; ``weighting="examples"`` changes the way there, not the place.
+The second mean is over clients, unweighted: only then is c = (1/N) sum_i c_i after every round. Hence SCAFFOLD
+converges to the optimum of the unweighted mean of the client losses. ``weighting="examples"`` changes the path, not
+the limit.
 
-Sends, in models: 2 down, 2 up. Keeps: one model per client, so clients must come back (cross-silo).
+Sends, in models: 2 down, 2 up. Keeps: one model per client, so the same clients must take part again (cross-silo).
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ UNIFORM_AUX = Reducer(_lift, _finish, mean="uniform-aux")
 
 
 def share_heard(aggregate: Aggregate) -> Any:
-    """|S|/N in the widest float there is: int32 by int32 would be float32, and the invariant would end there."""
+    """|S|/N in the widest available float: int32 / int32 would be float32, too inexact for the invariant of c."""
     wide = jnp.result_type(float)
     return jnp.asarray(aggregate.count, wide) / jnp.asarray(aggregate.population, wide)
 
@@ -128,7 +129,7 @@ def scaffold(
         return report._replace(up=Up(report.up.pseudograd, change), state=jax.tree.map(jnp.add, c_i, change))
 
     def reconcile(c_i: PyTree, meant: Up, decoded: Up) -> PyTree:
-        """The client believes of its change what the server believes, so that c stays the mean of the c_i."""
+        """Update c_i with the decoded change, as the server does, so that c stays the mean of the c_i."""
         return jax.tree.map(lambda c, m, d: c + (d - m), c_i, meant.aux, decoded.aux)
 
     def receive(server: ScaffoldState, aggregate: Aggregate, key: Any) -> ScaffoldState:

@@ -4,8 +4,8 @@ S. P. Karimireddy et al. Breaking the centralized barrier for cross-device feder
 
     c = mean over the cohort of grad f_i(x),    x <- x - lr U(c, s),    s <- V(c, s)
 
-for any base optimizer (U, V): with everyone taking part this is the centralized method itself, which makes it the
-reference that local steps have to beat.
+for any base optimizer (U, V). If all clients take part, this is the centralized method. It is the baseline for methods
+with local steps.
 
 Sends: the model down, one gradient up. Keeps: nothing on the clients.
 """
@@ -39,8 +39,8 @@ class Gradients(NamedTuple):
 def full_gradients(loss: Loss, points: Callable[[Down], tuple[PyTree, ...]], batch_size: int | None) -> Fold:
     """A pass over all of a client's examples that gives its full gradients at ``points(down)``.
 
-    Batches only bound the memory: their gradients are weighted by their examples, so that the result is the gradient
-    of the mean over all examples whatever the batch size.
+    Batches only limit the memory: their gradients are weighted by their numbers of examples, so the result is the
+    gradient of the mean over all examples for any batch size.
     """
 
     def start(down: Down, state: Any, key: Any) -> Gradients:
@@ -95,8 +95,8 @@ def server_only(
 ) -> Algorithm:
     """The centralized base optimizer on the clients' full gradients.
 
-    ``base`` is "sgd", "momentum", "adam", "adagrad" with their options, or a :class:`BaseOptimizer`; ``lr`` defaults to
-    one that suits it. ``batch_size`` bounds the memory of the gradients and does not change them.
+    ``base`` is "sgd", "momentum", "adam", "adagrad" with their options, or a :class:`BaseOptimizer`. The default of
+    ``lr`` depends on the base. ``batch_size`` limits the memory of the gradients and does not change them.
 
     >>> alg = server_only(lambda params, batch, key: jnp.sum(params**2), base="momentum", beta=0.9, lr=0.1)
     """
@@ -120,4 +120,4 @@ def server_only(
 
 
 RATES = {"sgd": 0.5, "momentum": 0.5}
-"""One step a round bears more than many local ones."""
+"""Default learning rates: with one step per round they can be larger than with many local steps."""

@@ -1,13 +1,13 @@
-"""Base optimizers as pairs (U, V): how a gradient moves the model, apart from what is remembered of it.
+"""Base optimizers as pairs (U, V): U gives the direction of a step, V the next state.
 
 S. P. Karimireddy, M. Jaggi, S. Kale, M. Mohri, S. J. Reddi, S. U. Stich, A. T. Suresh. Breaking the centralized barrier
 for cross-device federated learning (Mime). NeurIPS 2021. Table 5.
 
-One step with the gradient g, the state s and the rate lr (eta) is
+One step with the gradient g, the state s and the learning rate lr (eta) is
 
     x <- x - lr U(g, s),    s <- V(g, s),
 
-and U sees the state as it was before g. U is linear in g for a fixed s (Theorem I needs that), V need not be.
+so U uses the state from before g. U is linear in g for a fixed s (Theorem I needs that); V may be nonlinear.
 
     base        s       U(g, s)                                       V(g, s)
     sgd         -       g                                             -
@@ -15,8 +15,8 @@ and U sees the state as it was before g. U is linear in g for a fixed s (Theorem
     adagrad     v       g / (eps + sqrt(v))                           v = v + g^2
     adam        m, v    ((1 - b1) g + b1 m) / (eps + sqrt(v))         m = (1 - b1) g + b1 m,  v = (1 - b2) g^2 + b2 v
 
-Adam's state holds plain moving averages. With ``bias_correction`` they are divided by 1 - b^t when they are used, and
-never when they are stored; off is Table 5.
+Adam's state holds plain moving averages. With ``bias_correction`` they are divided by 1 - b^t when they are used; the
+stored averages are not corrected. Without it, Adam is that of Table 5.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ PyTree = Any
 
 
 class BaseOptimizer(NamedTuple):
-    """A centralized optimizer, taken apart. ``x`` is there for rules such as weight decay; Table 5's ignore it."""
+    """A centralized optimizer as (U, V). ``x`` is for rules such as weight decay; the bases of Table 5 ignore it."""
 
     name: str
     init: Callable  # (x) -> s
     update: Callable  # U: (g, s, x) -> direction; the model moves along -lr * direction
     track: Callable  # V: (g, s, x) -> s
-    lr: float  # a rate to start from
+    lr: float  # default learning rate
     linear: bool = True  # whether U is linear (up to a constant) in g for a fixed s
     tracks: bool = True  # False: s is empty, so no gradient is needed for it
 
 
 def sgd() -> BaseOptimizer:
-    """``x <- x - lr g``: nothing to remember.
+    """``x <- x - lr g``, without state.
 
     >>> base = sgd()
     >>> float(base.update(jnp.array(3.0), base.init(jnp.array(0.0)), None))
@@ -75,7 +75,7 @@ def _average(weight: Any, new: PyTree, old: PyTree) -> PyTree:
 
 
 def momentum(beta: Any = 0.9) -> BaseOptimizer:
-    """SGD with momentum as a moving average; the step mixes the fresh gradient in by the same rule.
+    """SGD with momentum as a moving average; the step uses the average that includes the new gradient.
 
     >>> base = momentum(beta=0.75)
     >>> float(base.track(jnp.array(4.0), jnp.array(8.0), None))
@@ -112,7 +112,7 @@ def adagrad(eps: Any = 1e-3, initial: Any = 0.1) -> BaseOptimizer:
 
 
 class AdamState(NamedTuple):
-    """``count`` exists only with bias correction: the state is sent to clients, so it holds nothing unused."""
+    """``count`` exists only with bias correction: the state is sent to clients, so it has no unused fields."""
 
     m: PyTree
     v: PyTree
@@ -124,8 +124,8 @@ def adam(
 ) -> BaseOptimizer:
     """Adam; v starts at ``initial``.
 
-    U divides by the v of earlier gradients alone. So while v is still 0, which it is in the first round, a step is as
-    long as ``lr g / eps``: do not take eps from a centralized Adam (1e-8) without a positive ``initial``.
+    U divides by the v of earlier gradients only. While v is 0, as in the first round, the step is ``lr g / eps``. So do
+    not use the eps of a centralized Adam (1e-8) without a positive ``initial``.
 
     >>> base = adam(b1=0.5, b2=0.75, eps=1.0)
     >>> s = base.track(jnp.array(4.0), base.init(jnp.array(0.0)), None)
@@ -147,8 +147,8 @@ def adam(
         m, v = _average(b1, g, s.m), s.v
         if bias_correction:
             t = s.count.astype(jnp.result_type(float))
-            m = jax.tree.map(lambda m: m / (1 - b1 ** (t + 1)).astype(m.dtype), m)  # g is its gradient number t + 1
-            held = jnp.where(t > 0, 1 - b2**t, 1.0)  # v holds t gradients; with none there is nothing to correct
+            m = jax.tree.map(lambda m: m / (1 - b1 ** (t + 1)).astype(m.dtype), m)  # m includes g: t + 1 gradients
+            held = jnp.where(t > 0, 1 - b2**t, 1.0)  # v includes t gradients; no correction for t = 0
             v = jax.tree.map(lambda v: v / held.astype(v.dtype), v)
         return jax.tree.map(lambda m, v: m / (eps + jnp.sqrt(v)), m, v)
 
@@ -162,9 +162,9 @@ def adam(
 def from_optax(tx: optax.GradientTransformation, *, name: str = "optax", linear: bool = False) -> BaseOptimizer:
     """Any optax optimizer: U is the update it returns, V the state it returns.
 
-    Most of optax takes g into the state before it uses the state, so that U is only approximately linear in g; methods
-    that need a linear U then warn. Pass ``linear=True`` for one that is linear, such as ``optax.sgd`` with or without
-    momentum. The rate inside ``tx`` multiplies the rate of the method, which is 1 unless you set it.
+    Most optax optimizers add g to the state before they use the state, so U is only approximately linear in g, and
+    methods that need a linear U warn. Pass ``linear=True`` if ``tx`` is linear, such as ``optax.sgd`` with or without
+    momentum. The learning rate inside ``tx`` is multiplied by that of the method, which is 1 unless you set it.
 
     >>> base = from_optax(optax.sgd(0.5), linear=True)
     >>> float(base.update(jnp.array(4.0), base.init(jnp.array(1.0)), jnp.array(1.0)))
@@ -181,7 +181,7 @@ def from_optax(tx: optax.GradientTransformation, *, name: str = "optax", linear:
 
 
 def warn_if_not_linear(method: str, base: BaseOptimizer) -> None:
-    """Warn, naming both, where a method's guarantee needs U to be linear and it is not."""
+    """Warn if U is not linear; the guarantee of the method needs a linear U."""
     if not base.linear:
         notice(
             f"{method}: the update of the base optimizer {base.name!r} is only approximately linear in the gradient, "
@@ -219,7 +219,7 @@ class BaseOptions(TypedDict, total=False):
 
 
 def base_optimizer(base: str | BaseOptimizer, **options: Unpack[BaseOptions]) -> BaseOptimizer:
-    """A base by its name and options (None: the base's own default); one built already is returned as it is.
+    """A base by its name and options (None: the base's own default). A `BaseOptimizer` is returned unchanged.
 
     >>> base_optimizer("adam", b2=0.999, beta=None).name
     'adam'

@@ -1,24 +1,23 @@
-"""Proximal steps, exact and inexact: the work of a FedSplit or exact-FedProx client.
+"""Proximal steps, exact and inexact, for FedSplit and exact FedProx clients.
 
     prox_{s f}(v) = argmin_u h(u),   h(u) = s f(u) + 1/2 ||u - v||^2,   grad h(u) = s grad f(u) + u - v
 
 R. Pathak, M. Wainwright. FedSplit: an algorithmic framework for fast federated optimization. NeurIPS 2020.
 
-If f is convex, h is 1-strongly convex whatever s is; if l <= hess f <= L, the curvature of h lies in
-[1 + s l, 1 + s L].
+If f is convex, h is 1-strongly convex for any s. If l <= hess f <= L, the curvature of h lies in [1 + s l, 1 + s L].
 
     solver            how                                                  exact for          needs
-    closed_form       one linear solve with I + s hess f                   quadratic f        room for d x d
-    newton            Newton steps with line search, to a tolerance        convex f           room for d x d, or CG
+    closed_form       one linear solve with I + s hess f                   quadratic f        memory for d x d
+    newton            Newton steps with line search, to a tolerance        convex f           memory for d x d, or CG
     accelerated       Nesterov's method, to a tolerance (App. B.2.2)       convex f           nothing; l and L help
     gradient_steps    e steps of size 1 / (1 + s (l + L) / 2)  (Cor. 1)    no: error floor    l and L
     backtracking      e steps, each found by a line search                 no: error floor    nothing
     given             your own function                                    up to you
 
-A solver is a function ``solve(f, v, s, batch, start) -> Solution``; ``start`` is where iterations begin (the paper's is
-v itself), ``batch`` what f was made of, for solvers that know more about it than f tells. All of them are traced, never
-raise while running, and stop after a fixed number of steps at the latest; how far the answer is from the prox is in the
-client's metrics (``residual``, the norm of grad h).
+A solver is a function ``solve(f, v, s, batch, start) -> Solution``. ``start`` is the point where iterations start (in
+the paper v). ``batch`` holds the examples of f, for solvers that use them directly. All solvers are traced, do not
+raise while running, and stop after at most a fixed number of steps. The client's metric ``residual``, the norm of
+grad h, bounds the distance to the prox.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ ProxSolver = Callable[[Callable[[PyTree], Any], PyTree, Any, dict, PyTree], Solu
 
 
 def client_objective(loss: Loss, objective: Objective, batch: dict, key: Any) -> Callable[[PyTree], Any]:
-    """A client's f as the paper has it: the mean of its losses, or their sum ("sum": mean times number of examples).
+    """A client's f as in the paper: the mean of its losses, or their sum ("sum": mean times number of examples).
 
     With "mean" the problem is the mean over clients with equal weights. With "sum" it is the loss pooled over all
     examples, and a client of n examples has l, L and 1/s n times larger.
@@ -86,7 +85,7 @@ def prox_gradient(f: Callable[[PyTree], Any], u: PyTree, v: PyTree, s: Any) -> t
     """f(u) and grad h(u) = s grad f(u) + u - v, whose norm bounds the distance to the prox of a convex f.
 
     >>> value, g = prox_gradient(lambda u: jnp.sum(u**2), jnp.array([1.0]), jnp.array([3.0]), 1.0)
-    >>> float(value), g.tolist()  # 3 is pulled to 1 by prox of x^2
+    >>> float(value), g.tolist()  # the prox of x^2 at 3 is 1
     (1.0, [0.0])
     """
     value, g = jax.value_and_grad(f)(u)
@@ -109,7 +108,7 @@ def given(function: Callable[[PyTree, Any, dict], PyTree]) -> ProxSolver:
 def closed_form() -> ProxSolver:
     """The prox of a quadratic f, ``v - s (I + s H)^-1 grad f(v)``: exact for least squares, with or without l2.
 
-    On any other loss it is a single Newton step, not the prox: look at the ``residual`` that clients report.
+    For any other loss it is a single Newton step and not the prox: check the ``residual`` that clients report.
 
     >>> f = lambda u: 0.5 * jnp.sum(jnp.array([1.0, 3.0]) * (u - 1.0) ** 2)
     >>> closed_form()(f, jnp.zeros(2), 1.0, {}, jnp.zeros(2)).point.round(5).tolist()
@@ -194,7 +193,7 @@ def accelerated(
         first = 2 * m if smoothness is None else jnp.asarray(1 + s * smoothness, v.dtype)
 
         # Nesterov, Introductory Lectures on Convex Optimization, scheme (2.2.8) with gamma_0 = m: the estimate sequence
-        # keeps gamma = m whatever curvature bounds M are met on the way, so M may change from step to step.
+        # keeps gamma = m for any curvature bounds M, so M may change from step to step.
         def body(carry: tuple) -> tuple:
             x, w, M, _, k = carry
             a = jnp.sqrt(m / M)
@@ -209,7 +208,7 @@ def accelerated(
                 jnp.where(ok, nearer, x),
                 jnp.where(ok, ahead, w),
                 jnp.where(ok, M, 2 * M),
-                jnp.where(ok, jnp.linalg.norm(g), jnp.inf),  # a refused step says nothing about the end
+                jnp.where(ok, jnp.linalg.norm(g), jnp.inf),  # a rejected step must not end the loop
                 k + 1,
             )
 
@@ -219,7 +218,7 @@ def accelerated(
 
         enough = _finest(v, jax.grad(h)(v), tolerance)
         begin = (u0, u0, first, jnp.full_like(m, jnp.inf), jnp.int32(0))
-        # the last x is one more gradient step beyond the y whose gradient passed, so its gradient is no larger
+        # the last x is one gradient step after the y whose gradient met the tolerance, so its gradient is no larger
         x, *_, k = jax.lax.while_loop(goes_on, body, begin)
         return Solution(unravel(x), k)
 
@@ -263,8 +262,8 @@ def gradient_steps(
 def backtracking(steps: int = 10, *, tolerance: Any = 0.0) -> ProxSolver:
     """At most e gradient steps on h, each the longest of 1, 1/2, 1/4 ... that decreases h enough.
 
-    A step never exceeds 1 (the curvature of h is at least 1), nor twice the last one. Needs no constants, and never
-    ends above where it started, convex or not.
+    A step is at most 1 (the curvature of h is at least 1) and at most twice the previous step. No constants are needed.
+    The value of h never increases, also if f is not convex.
 
     >>> f = lambda u: 0.5 * jnp.sum(jnp.array([1.0, 3.0]) * (u - 1.0) ** 2)
     >>> backtracking(30)(f, jnp.zeros(2), 1.0, {}, jnp.zeros(2)).point.round(4).tolist()
@@ -284,7 +283,7 @@ def backtracking(steps: int = 10, *, tolerance: Any = 0.0) -> ProxSolver:
             u, value, g, t, k, tried = carry
             trial = u - t * g
             new_value, new_g = both(trial)
-            # near the end rounding hides the decrease, though not the slope: for a convex h both tests say the same
+            # near convergence rounding hides the decrease of h but not its slope; for a convex h both tests agree
             hidden = jnp.abs(new_value - value) <= slack * jnp.abs(value)
             ok = jnp.where(hidden, new_g @ g >= 0, new_value <= value - 0.5 * t * (g @ g))
             return (
@@ -359,7 +358,7 @@ class Curvature(NamedTuple):
         """FedSplit's s = 1 / sqrt(l L)."""
         if self.strong_convexity <= 0:
             raise ValueError(
-                f"the least curvature is l = {self.strong_convexity:g}: 1 / sqrt(l L) needs l > 0; "
+                f"the smallest curvature is l = {self.strong_convexity:g}: 1 / sqrt(l L) needs l > 0; "
                 "give fedsplit a regularization (Theorem 2) and the smoothness"
             )
         return float(1 / np.sqrt(self.strong_convexity * self.smoothness))
@@ -377,9 +376,10 @@ def curvature(
 ) -> Curvature:
     """The extreme eigenvalues of every client's Hessian at ``params``.
 
-    "dense" forms each Hessian: exact for quadratics at any point. "lanczos" needs Hessian-vector products alone; its
-    values lie inside the true range (L from below, l from above) and are exact once ``steps`` reaches the number of
-    distinct eigenvalues. A loss that is not quadratic has other curvature elsewhere: logistic losses are steepest at 0.
+    "dense" forms each Hessian: exact for quadratics at any point. "lanczos" uses only Hessian-vector products. Its
+    values lie inside the true range (L too small, l too large) and are exact once ``steps`` reaches the number of
+    distinct eigenvalues. For a loss that is not quadratic the curvature depends on ``params``: that of logistic losses
+    is largest at 0.
 
     >>> from fedbraid.data import Split
     >>> split = Split.from_clients([{"x": np.eye(2) * [1.0, 2.0], "y": np.zeros(2)}])
@@ -417,7 +417,7 @@ def curvature(
 
 
 def _ritz(hvp: Callable, like: Any, steps: int, key: Any) -> Any:
-    """Eigenvalues of the Krylov projection, ascending: Lanczos, orthogonalised in full, twice."""
+    """Eigenvalues of the Krylov projection, ascending: Lanczos' method with full orthogonalisation, done twice."""
 
     def body(carry: tuple, k: Any) -> tuple:
         basis, q, alive = carry
@@ -427,7 +427,7 @@ def _ritz(hvp: Callable, like: Any, steps: int, key: Any) -> Any:
         for _ in range(2):
             w = w - basis.T @ (basis @ w)
         beta = jnp.linalg.norm(w)
-        # once the space is exhausted, w is noise: the rest of T must repeat what was found, not invent a value
+        # once the Krylov space is exhausted, w is rounding noise: the rest of T must not add new eigenvalues
         on = alive & (beta > 1e3 * jnp.finfo(w.dtype).eps * jnp.abs(alpha))
         return (basis, jnp.where(on, w / jnp.where(beta > 0, beta, 1), 0), on), (alpha, jnp.where(on, beta, 0), alive)
 
@@ -467,12 +467,12 @@ def _newton_cg(f: Callable, u: Any, s: Any, g: Any) -> Any:
 
 
 def _slack(dtype: Any) -> float:
-    """By how much, relative to h, rounding may hide a decrease: at the end of a solve no decrease can be seen."""
+    """Relative rounding error of h: near convergence a decrease below it cannot be measured."""
     return 8 * float(jnp.finfo(dtype).eps)
 
 
 def _finest(v: Any, g: Any, tolerance: Any) -> Any:
-    """The tolerance, or what the number format can tell from 0 if that is coarser; g is the gradient of h at v."""
+    """The tolerance plus the rounding error of the gradient; g is the gradient of h at v."""
     return tolerance + 4 * float(jnp.finfo(g.dtype).eps) * (jnp.linalg.norm(v) + jnp.linalg.norm(g))
 
 
@@ -482,7 +482,7 @@ def _refuse_dense(size: int, what: str, instead: str = "prox='accelerated'") -> 
 
 
 def check_constants(low: Any, high: Any) -> None:
-    """Refuse an l and L that no convex smooth loss has."""
+    """Refuse values of l and L that are impossible for a convex smooth loss."""
     check_number("strong_convexity", low, low=0)
     check_number("smoothness", high, low=0, open_low=True)
     if not is_traced(low) and not is_traced(high) and low > high:

@@ -1,8 +1,8 @@
 """Server optimizers as optax transformations, each variant under its own name.
 
-The server treats the mean upload as a gradient. Two words have two meanings in the literature, so both are here:
-momentum as ``m <- g + beta m`` (heavy-ball and Nesterov; Charles & Konecny 2021, optax) or as the moving average
-``m <- (1 - beta) g + beta m`` (Karimireddy et al. 2021, the elastic aggregation paper); and adaptive methods without
+The server uses the mean upload as a gradient. Two terms have two meanings in the literature, and both are here.
+Momentum is ``m <- g + beta m`` (heavy-ball and Nesterov; Charles & Konecny 2021, optax) or the moving average
+``m <- (1 - beta) g + beta m`` (Karimireddy et al. 2021, the elastic aggregation paper). Adaptive methods are without
 bias correction (Reddi et al., Adaptive Federated Optimization, 2021, Algorithm 2) or with it (optax).
 """
 
@@ -118,7 +118,7 @@ def adaptive(
 
 
 class ServerState(NamedTuple):
-    """A model and the state of the optimizer that moves it."""
+    """A model and the state of its optimizer."""
 
     params: Any
     opt: Any

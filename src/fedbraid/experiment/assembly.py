@@ -1,7 +1,7 @@
-"""From a configuration and a description of data to what a run needs: model, loss, metrics, algorithm, arrival.
+"""Assembles a run from a configuration and a description of data: model, loss, metrics, algorithm, arrival.
 
-`assemble` is the only way from a configuration to these. Simulated runs, sweeps, comparisons, diagnoses and deployed
-federations all call it, so that the same configuration means the same program everywhere.
+Only `assemble` makes these from a configuration. Simulated runs, sweeps, comparisons, diagnoses and deployed
+federations all call it, so the same configuration gives the same program everywhere.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class Experiment:
-    """What a configuration names, ready to run.
+    """An assembled configuration, ready to run.
 
-    examples: the data itself, where there is any: a deployed federation has its description alone.
+    examples: the data itself; None in a deployed federation, which has only its description.
     """
 
     config: Config
@@ -76,15 +76,15 @@ class Experiment:
 
     @functools.cached_property
     def shapes(self) -> PyTree:
-        """Shapes and dtypes of the parameters; none are drawn."""
+        """Shapes and dtypes of the parameters, without computing them."""
         return jax.eval_shape(self.model.init, address.init_key(self.config.seed))
 
     @functools.cached_property
     def digest(self) -> str:
-        """A hash of all that decides what clients compute: the configuration and the data description.
+        """A hash of everything that determines what clients compute: the configuration and the data description.
 
-        No program is traced for it. Two machines with the same digest run the same client programs, if the modules that
-        a configuration names by ``module:attribute`` are the same on both.
+        It needs no tracing. Two machines with the same digest run the same client programs, if the modules that a
+        configuration names by ``module:attribute`` are the same on both.
         """
         told = self.description
         decides = self.config.model_dump(mode="json", include={"model", "algorithm", "transforms"})
@@ -99,28 +99,28 @@ def steps_of(description: DataDescription) -> list[dict[str, Any]]:
     prepare = description.preprocess
     if prepare is not None and not isinstance(prepare, Pipeline):
         raise ConfigError(
-            f"data {description.name!r}: its preprocessing is a function of its own and cannot be written down; sites "
+            f"data {description.name!r}: its preprocessing is a Python function and cannot be written to a file; sites "
             "need a Pipeline of named functions (fedbraid.data.preprocess)"
         )
     return [] if prepare is None else prepare.spec()
 
 
 def build(config: Config) -> Experiment:
-    """Load the data that ``config`` names and assemble the rest on it, or say what is wrong with the configuration."""
+    """Load the data that ``config`` names and assemble the experiment on it; raises ConfigError for a wrong config."""
     return assemble(config, load_named(config))
 
 
 def load_named(config: Config) -> FederatedData:
-    """The data that ``config`` names, checked; names of models and algorithms that do not exist are refused first."""
+    """Load and check the data that ``config`` names, after checking the names of the model and the algorithm."""
     _check_names(config)
     data = _named("data", config.data, lambda **options: load_data(config.data.name, **options))
     data.check()
     if field := unscaled_bytes(data.train):
         notice(
-            f"data {data.name!r}: the field {field!r} stores bytes and no preprocessing is named, so that models read "
+            f"data {data.name!r}: the field {field!r} stores bytes and there is no preprocessing, so models read "
             'numbers from 0 to 255. If these are images, write preprocess = [{name = "scale"}] under [data] of the '
-            "configuration (or --set 'data.preprocess=[{name=\"scale\"}]'), which divides them by 255; if they are "
-            'tokens, [{name = "integers"}]; to keep them as they are, [{name = "scale", factor = 1.0}]'
+            "configuration (or --set 'data.preprocess=[{name=\"scale\"}]'), which divides them by 255. If they are "
+            'tokens, write [{name = "integers"}]. To keep them as they are, write [{name = "scale", factor = 1.0}]'
         )
     if not config.attack.share:
         return data
@@ -131,10 +131,10 @@ def load_named(config: Config) -> FederatedData:
 
 
 def assemble(config: Config, about: DataDescription | FederatedData) -> Experiment:
-    """Model, algorithm and arrival that ``config`` names, for data that is described or at hand.
+    """The model, algorithm and arrival that ``config`` names, for the data or for its description.
 
-    Options that are rates may be traced. An algorithm whose factory asks for ``data`` needs the data itself: given a
-    description alone it is refused.
+    Options that are rates may be traced. An algorithm whose factory has an argument ``data`` needs the data itself: a
+    description alone is an error.
 
     >>> from fedbraid.data.catalog import load
     >>> tiny = Config(model={"name": "softmax_regression"}, cohort="all")
@@ -172,7 +172,7 @@ def assemble(config: Config, about: DataDescription | FederatedData) -> Experime
 
 
 def _build_algorithm(config: Config, context: Mapping[str, Callable[[], Any]]) -> Algorithm:
-    """The algorithm under its transforms. ``context`` makes what factories may ask for by name beside their options."""
+    """The algorithm with its transforms. ``context`` provides the factory arguments that are not options, by name."""
     factory = algorithms.ALGORITHMS[config.algorithm.name]
     algorithm = _call("algorithm", factory, config.algorithm, context, {})
     for i, named in enumerate(config.transforms):
@@ -183,12 +183,12 @@ def _build_algorithm(config: Config, context: Mapping[str, Callable[[], Any]]) -
 
 def _refuse_without_data(config: Config) -> None:
     if config.attack.share:
-        raise ConfigError("[attack] is for simulations, where some clients are told to lie; leave the section out")
+        raise ConfigError("[attack] is for simulations: it makes some clients Byzantine; leave the section out")
     factories = [(config.algorithm.name, algorithms.ALGORITHMS[config.algorithm.name])]
     factories += [(named.name, transforms.TRANSFORMS[named.name]) for named in config.transforms]
     for name, factory in factories:
         if "data" in inspect.signature(factory).parameters:
-            raise ConfigError(f"{name!r} reads the data of all clients together, which no machine of a federation has")
+            raise ConfigError(f"{name!r} reads the data of all clients together; no machine of a federation has them")
 
 
 def _call(

@@ -1,4 +1,4 @@
-"""Where a method comes from, read from the docstrings of its factory and of its module."""
+"""The paper of a method, read from the docstrings of its factory and of its module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Citation", "citation"]
 
 
 class Citation(NamedTuple):
-    """Where a method comes from: its own line, and the paper that heads its module."""
+    """The source of a method: the first lines of its docstring, and the paper cited in its module's docstring."""
 
     name: str
     about: str
@@ -20,7 +20,7 @@ class Citation(NamedTuple):
 
 
 def citation(kind: str, name: str) -> Citation:
-    """The citation of an algorithm or a transform, from the docstrings that carry it.
+    """The citation of an algorithm or a transform, from its docstrings.
 
     >>> citation("algorithm", "scaffold").paper.split(".")[-3].strip()
     'ICML 2020'

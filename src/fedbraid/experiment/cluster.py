@@ -1,13 +1,13 @@
-"""Sweeps on the machines of a cluster: every worker runs one bundle of points, through submitit.
+"""Sweeps on a cluster: every worker runs one bundle of points, through submitit.
 
 The points of a grid or a random search are known before anything runs, so they can be divided among workers. Points of
 one program stay together as far as the number of workers allows. A worker is the command ``fedbraid sweep --resume
 FOLDER --bundle I``, which needs only the folder; submitit queues it (SLURM) or runs it on this machine (local).
 
     bundles.json        which points are in which bundle
-    bundles/I.parquet   the trials of a bundle, replaced after every program: a bundle that was stopped continues
-    bundles/I.json      written when a bundle is done: it is not run again
-    jobs/               what submitit writes: the scripts and the output of the workers
+    bundles/I.parquet   the trials of a bundle, rewritten after every program, so a stopped bundle can continue
+    bundles/I.json      written when a bundle is done, so it is not run again
+    jobs/               files of submitit: the scripts and the output of the workers
 
 When all bundles are done, their trials become the sweep's ``trials.parquet``, as on one machine.
 """
@@ -54,7 +54,7 @@ class Cluster(NamedTuple):
 
 
 def bundles(groups: Sequence[Sequence[int]], workers: int) -> list[list[int]]:
-    """Points divided among at most ``workers``, about equally many each, with as few groups cut as possible.
+    """Points divided among at most ``workers``, in about equal numbers; groups are split as little as possible.
 
     >>> bundles([[0, 2, 4, 6], [1, 3, 5]], 3)
     [[0, 2, 4], [6, 1], [3, 5]]
@@ -75,12 +75,12 @@ def sweep_on(
 ) -> dict[str, Any]:
     """A sweep by workers on a cluster; its folder and its summary are those of `run_sweep`.
 
-    The folder must be one that the workers see too. With ``resume`` bundles that are done are not run again.
+    The workers must also have access to the folder. With ``resume``, finished bundles are not run again.
     """
     began = time.perf_counter()
     if cluster.workers < 1:
         raise ConfigError(f"workers must be at least 1, got {cluster.workers}")
-    executor = _executor(cluster, out)  # finds what is missing before a folder is made
+    executor = _executor(cluster, out)  # raises before a folder is made if something is missing
     if not resume:
         check_folder(out)
         lab = _lab(config, settings)
@@ -108,7 +108,7 @@ def sweep_on(
 
 
 def run_bundle(out: Path, index: int, *, on_news: Callable[[News], Any] | None = None) -> None:
-    """Try the points of one bundle of a sweep; trials that are in its file already are not run again."""
+    """Run the points of one bundle of a sweep; trials that are already in its file are not run again."""
     parts = _dealt(out)
     if not 0 <= index < len(parts):
         raise ConfigError(f"--bundle must be from 0 to {len(parts) - 1}, the bundles of {out}; got {index}")
@@ -124,7 +124,7 @@ def run_bundle(out: Path, index: int, *, on_news: Callable[[News], Any] | None =
 
 
 def collect(out: Path) -> int:
-    """Copy the trials of all bundles so far into the sweep's own file; returns how many programs they took."""
+    """Copy the trials of all bundles so far into the sweep's file; returns how many programs were compiled."""
     files = [out / FOLDER / f"{i}.parquet" for i in range(len(_dealt(out)))]
     rows = {(row["point"], row["seed"]): row for file in files if file.is_file() for row in read_trials(file)}
     _, settings = reopen_sweep(out)
@@ -137,11 +137,11 @@ def collect(out: Path) -> int:
 
 def _lab(config: Config, settings: SweepSettings) -> Lab:
     why = {
-        settings.search == "adaptive": "search = adaptive asks for points by the scores of those before",
-        settings.halving is not None: "halving drops points by their rank among all",
+        settings.search == "adaptive": "search = adaptive chooses points by the scores of earlier points",
+        settings.halving is not None: "halving drops points by their rank among all points",
     }
     if True in why:
-        raise ConfigError(f"{why[True]}: its points cannot be divided among workers; take a grid or a random search")
+        raise ConfigError(f"{why[True]}: its points cannot be divided among workers; use a grid or a random search")
     return Lab(config, settings)
 
 
@@ -161,7 +161,7 @@ def _executor(cluster: Cluster, out: Path) -> Any:
 
 
 def _drop_empty(out: Path) -> None:
-    """Remove empty folders: submitit makes its folder at once, and a sweep that is refused shall leave none."""
+    """Remove empty folders: submitit makes its folder at once, and a sweep that is refused must not leave it."""
     for folder in (out / JOBS, out):
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()

@@ -52,11 +52,11 @@ class Collection(NamedTuple):
     runs: list[ReportedRun]
     tunings: list[Tuned]
     comparisons: list[dict[str, Any]]  # their summaries
-    commands: list[str]  # that repeat the runs
+    commands: list[str]  # the commands that repeat the runs
     notices: list[str]
 
     def metric(self, column: str) -> Metric:
-        """The direction of a column, as the first run that has it and records directions says."""
+        """A column with its direction, from the first run that has the column and records directions."""
         having = [run for run in self.runs if column in run.table or column in run.clients]
         recorded = [run for run in having if run.summary.metrics]
         return (recorded or having)[0].summary.metric(column)
@@ -73,7 +73,7 @@ class Collection(NamedTuple):
 def collect(folders: Sequence[Path], *, drift: int = 0) -> Collection:
     """Read folders of runs, sweeps and comparisons; other, incomplete and older folders are refused.
 
-    drift: how many first rounds of plain runs are run again, with every local step recorded.
+    drift: the number of first rounds of plain runs to run again, with every local step recorded.
     """
     if not folders:
         raise ConfigError("nothing to report on: name folders of runs, sweeps or comparisons")
@@ -102,8 +102,8 @@ def collect(folders: Sequence[Path], *, drift: int = 0) -> Collection:
             raise ConfigError(f"{folder} does not exist")
         else:
             raise ConfigError(
-                f"{folder} is no folder of a run, a sweep or a comparison: it has none of {runfolder.CONFIG}, {SWEEP}, "
-                f"{COMPARE}"
+                f"{folder} is not the folder of a run, a sweep or a comparison: it has no {runfolder.CONFIG}, {SWEEP} "
+                f"or {COMPARE}"
             )
     runs = _named(runs)
     return Collection(runs, tunings, comparisons, commands, _notices(runs, comparisons))
@@ -157,7 +157,7 @@ def _named(runs: list[ReportedRun]) -> list[ReportedRun]:
     """Plain runs that differ only in their seed get one label; equal labels of others get the folder's name added."""
 
     def method(run: ReportedRun) -> str:
-        # a deployed run has the configuration of a simulated one, and is compared with it
+        # a deployed run may have the configuration of a simulated run with which it is compared
         return f"{run.summary.deployed} {dump(run.config.model_copy(update={'seed': 0}))}"
 
     same: dict[str, list[int]] = {}
@@ -177,7 +177,7 @@ def _named(runs: list[ReportedRun]) -> list[ReportedRun]:
 
 
 def _notices(runs: Sequence[ReportedRun], comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What a reader must know before comparing."""
+    """Warnings about runs that cannot be compared directly."""
 
     def several(values: Sequence[Any]) -> list[str]:
         return sorted({json.dumps(v, sort_keys=True, default=str) for v in values})
@@ -186,7 +186,7 @@ def _notices(runs: Sequence[ReportedRun], comparisons: Sequence[Mapping[str, Any
     data = several([run.config.data.model_dump() for run in runs])
     if len(data) > 1:
         names = ", ".join(re.sub(r'["{}]', "", one) for one in data)
-        notices.append(f"These runs are on different data, so their scores do not compare: {names}.")
+        notices.append(f"These runs are on different data, so their scores cannot be compared: {names}.")
     for what, values in (
         ("models", [run.config.model.model_dump() for run in runs]),
         ("numbers of rounds", [run.config.rounds for run in runs]),
@@ -203,7 +203,7 @@ def _notices(runs: Sequence[ReportedRun], comparisons: Sequence[Mapping[str, Any
                 notices.append(f"{method['label']}: every point of its grid diverged, so it was not run.")
             elif method["at_edge"]:
                 keys = ", ".join(method["at_edge"])
-                notices.append(f"{method['label']} is best at the edge of its grid ({keys}): try values beyond.")
+                notices.append(f"{method['label']} is best at the edge of its grid ({keys}): try values outside it.")
     for run in runs:
         if run.summary.diverged:
             notices.append(f"{run.label}, seed {run.config.seed}, diverged.")

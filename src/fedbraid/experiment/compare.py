@@ -1,8 +1,8 @@
-"""Comparisons that are fair by construction.
+"""Comparisons of methods under equal conditions.
 
-All methods have the same data and the same model. At a seed they start from the same parameters and have the same
-cohorts in every round. Each is tuned over the grid declared for it, by one criterion, on a validation split and on
-tuning seeds. Then each runs at the same seeds on all training data and is tested. The protocol says what is held equal:
+All methods have the same data and the same model. For each seed they have the same initial parameters and the same
+cohorts in every round. Each is tuned over its own grid, by the same criterion, on a validation split and on tuning
+seeds. Then each runs with the same seeds on all training data and is tested. The protocol says what is equal:
 
     rounds                  the same rounds with the same number of clients
     client-communication    the same bytes from the clients to the server in every round
@@ -11,7 +11,7 @@ tuning seeds. Then each runs at the same seeds on all training data and is teste
 The last two are those of Karimireddy et al. (2021, Sections 5.1 and 5.3, Table 4): the cheapest method has the cohort
 of the configuration, and a method that sends more per client has fewer clients. Bytes are those of the messages.
 
-    compare.toml          everything; `fedbraid compare compare.toml` repeats it
+    compare.toml          the whole comparison; `fedbraid compare compare.toml` repeats it
     trials.parquet        every trial of every tuning, with the column ``method``
     METHOD/seed-N/        a run folder for every method and seed
     summary.json          what `fedbraid compare --json` prints
@@ -53,12 +53,12 @@ UNTUNED = {"best": {}, "at_edge": [], "criterion": None, "diverged": 0, "trials"
 
 
 class _Setup(NamedTuple):
-    """What is the same for all methods, and each method's own, checked before anything runs."""
+    """The common part of all methods and the parts of each method, checked before anything runs."""
 
     data: FederatedData
     criterion: Criterion
     costs: list[Cost]
-    configs: list[Config]  # before tuning, with the cohort of the protocol
+    configs: list[Config]  # before tuning, with the cohort that the protocol gives
     labs: list[Lab | None]  # None: nothing to tune
 
 
@@ -127,7 +127,7 @@ def _set_up(comparison: Comparison) -> _Setup:
 
 
 def _criterion(comparison: Comparison, experiment: Experiment, data: FederatedData) -> Criterion:
-    """What the methods are judged by, on the test set."""
+    """The criterion for the methods, on the test set."""
     settings = comparison.settings
     evaluated, logged = measured(experiment, data, PREFIX)
     declared = experiment.metrics.declared
@@ -148,7 +148,7 @@ def _lab(
 def _method_row(
     comparison: Comparison, setup: _Setup, i: int, tuned: Mapping[str, Any], folder: Path, tell: Callable | None
 ) -> dict[str, Any]:
-    """Run and test method ``i`` as it was tuned; returns its row of the summary."""
+    """Run and test method ``i`` with its tuned values; returns its row of the summary."""
     method, lab, costs, config = comparison.methods[i], setup.labs[i], setup.costs[i], setup.configs[i]
     row: dict[str, Any] = {
         "label": method.label,
@@ -195,7 +195,7 @@ class Final(NamedTuple):
 def _finals(
     config: Config, data: FederatedData, comparison: Comparison, folder: Path, tell: Callable | None
 ) -> list[Final]:
-    """Run a tuned method at every seed on all training data; runs that are in the folder already are only read."""
+    """Run a tuned method with every seed on all training data; runs that are already in the folder are only read."""
     seeds = range(config.seed, config.seed + comparison.settings.seeds)
     program: Points | None = None
     finals = []
@@ -238,7 +238,7 @@ def _write_run(place: Path, config: Config, outcome: PointsResult, declared: Seq
 
 
 def _statistics(finals: Sequence[Final], criterion: Criterion) -> dict[str, Any]:
-    """What a method's row says of its runs."""
+    """The statistics of a method's runs, for its row."""
     scores, rounds_to, bytes_to = [], [], []
     for final in finals:
         seen = np.isfinite(final.table[criterion.metric.name])
@@ -268,7 +268,7 @@ def _mean(values: Sequence[Any]) -> float:
 
 
 def _over_clients(finals: Sequence[Final], metric: Metric) -> dict[str, float] | None:
-    """The worst client, the value that a tenth of the clients do worse than, and so on; means over the seeds."""
+    """Quantiles over clients, from worst to best; means over the seeds."""
     columns = [final.clients.get(metric.name) for final in finals]
     if any(column is None for column in columns):
         return None

@@ -1,4 +1,4 @@
-"""What a comparison compares: methods, settings and tuning, read from one TOML file."""
+"""The definition of a comparison: methods, settings and tuning, read from one TOML file."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class CompareSettings(BaseModel):
 
 
 class Comparison(NamedTuple):
-    """The methods, what they share, and how each is tuned."""
+    """The methods, their common configuration, and how each is tuned."""
 
     base: Config
     methods: tuple[Method, ...]
@@ -83,7 +83,7 @@ class Comparison(NamedTuple):
             raise ConfigError(f"method {method.label!r}: {error}") from None
 
     def tuning_of(self, i: int) -> SweepSettings | None:
-        """How method ``i`` is tuned; None if it declares no grid."""
+        """How method ``i`` is tuned; None if it has no grid."""
         over = {key if "." in key else f"algorithm.{key}": values for key, values in self.methods[i].over.items()}
         if not over:
             return None
@@ -123,7 +123,7 @@ def load_comparison(path: Path | None = None, settings: Sequence[str] = ()) -> C
     tuning = parse_settings(sweep)
     clash = set(tuning.seed_list) & set(range(base.seed, base.seed + chosen.seeds))
     if clash:
-        raise ConfigError(f"seeds {sorted(clash)} are both tuned and reported on; set another sweep.seed")
+        raise ConfigError(f"seeds {sorted(clash)} are used both for tuning and for the results; set another sweep.seed")
     comparison = Comparison(base, _methods(methods), chosen, tuning)
     for i, method in enumerate(comparison.methods):
         for key in method.over:
@@ -150,7 +150,7 @@ def _methods(given: Sequence[Any]) -> tuple[Method, ...]:
         label = method.label or method.name
         if folder_name(label) in [folder_name(m.label) for m in methods]:
             if method.label:
-                raise ConfigError(f"methods[{i}].label = {label!r} is there already; labels must differ")
+                raise ConfigError(f"methods[{i}].label = {label!r} is used twice; labels must differ")
             label = f"{label} {1 + sum(m.name == method.name for m in methods)}"
         methods.append(method.model_copy(update={"label": label}))
     return tuple(methods)
@@ -166,7 +166,7 @@ def folder_name(label: str) -> str:
 
 
 def cohorts_of(protocol: Protocol, cohort: int, costs: Sequence[Cost]) -> list[int]:
-    """Clients per round of each method: ``cohort`` for the cheapest, and for others as many as cost no more bytes.
+    """Clients per round of each method: ``cohort`` for the cheapest; for others the most that send no more bytes.
 
     >>> from fedbraid.costs import ExchangeCost
     >>> fedavg, mime_adam = (Cost((ExchangeCost("train", down, up),), 4) for down, up in ((4, 4), (20, 8)))
@@ -180,8 +180,8 @@ def cohorts_of(protocol: Protocol, cohort: int, costs: Sequence[Cost]) -> list[i
     for i, each in enumerate(bytes_of):
         if each > budget:
             raise ConfigError(
-                f"protocol = {protocol!r}: method number {i + 1} sends {each / min(bytes_of):.3g} times as much per "
-                f"client as the cheapest, so that cohort = {cohort} leaves it no client; take a larger cohort"
+                f"protocol = {protocol!r}: method number {i + 1} sends {each / min(bytes_of):.3g} times the bytes per "
+                f"client of the cheapest, so with cohort = {cohort} it would have no clients; use a larger cohort"
             )
     return [budget // each for each in bytes_of]
 
@@ -199,7 +199,7 @@ def write_comparison(path: Path, comparison: Comparison) -> None:
 
 
 def reopen_comparison(folder: Path) -> Comparison:
-    """A stopped comparison to continue."""
+    """Read a stopped comparison, to continue it."""
     if not (folder / COMPARE).is_file():
         raise ConfigError(f"{folder} is not the folder of a comparison: it has no {COMPARE}")
     return load_comparison(folder / COMPARE)

@@ -1,8 +1,8 @@
-"""The configuration of a run: TOML in, checked, with a default for every key.
+"""The configuration of a run: read from TOML and checked, with a default for every key.
 
-Sections with a ``name`` (data, model, algorithm, transforms) take further keys as options of what is named; those are
-checked against the factory's own signature. Everything wrong is said before anything runs: the key, what was given,
-what is allowed, and the nearest valid name.
+In sections with a ``name`` (data, model, algorithm, transforms) all other keys are options of the named factory. They
+are checked against the factory's signature. All errors are reported before anything runs, with the key, the given
+value, the allowed values and the nearest valid name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run; the message names the key and the way out."""
+    """A configuration that cannot run; the message names the key and says how to correct it."""
 
 
 class _Section(BaseModel):
@@ -42,7 +42,7 @@ class _Section(BaseModel):
 
 
 class Named(BaseModel):
-    """A thing by its name, with options that depend on the name."""
+    """A section with a name, and options that depend on the name."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str
@@ -53,7 +53,7 @@ class Named(BaseModel):
 
 
 class Arrival(_Section):
-    """Which uploads arrive. ``drop``: lost at random. ``deadline``: stragglers past it are lost."""
+    """Which uploads arrive. ``drop``: share that is lost at random. ``deadline``: uploads after it are lost."""
 
     drop: Annotated[float, Field(ge=0, lt=1)] = 0.0
     deadline: Annotated[float, Field(gt=0)] | None = None
@@ -63,9 +63,9 @@ class Arrival(_Section):
 
 
 class Attack(_Section):
-    """Clients that lie, in a simulation: a ``share`` of all send ``factor`` times their upload; -1 flips its sign.
+    """Byzantine clients in a simulation: a ``share`` of all send ``factor`` times their upload; -1 flips its sign.
 
-    Who they are is drawn from a seed of its own: they are the same at every seed of a comparison.
+    They are drawn with a separate seed, so they are the same for every seed of a comparison.
     """
 
     share: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -99,7 +99,7 @@ class Config(_Section):
 
 
 def unknown(what: str, given: str, allowed: Iterable[str]) -> str:
-    """The sentence for a name that does not exist: what is allowed, and the nearest."""
+    """The error message for an unknown name: the allowed names, and the nearest one."""
     allowed = sorted(allowed)
     near = difflib.get_close_matches(given, allowed, n=1, cutoff=0.5)
     guess = f"; did you mean {near[0]!r}?" if near else ""
@@ -107,7 +107,7 @@ def unknown(what: str, given: str, allowed: Iterable[str]) -> str:
 
 
 def options_of(factory: Callable, skip: Sequence[str] = ()) -> dict[str, Any]:
-    """The keyword options of a factory and their defaults; those of a typed ``**`` parameter have None."""
+    """The keyword options of a factory and their defaults; for options of a typed ``**`` parameter it is None."""
     options: dict[str, Any] = {}
     for name, parameter in inspect.signature(factory).parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -128,7 +128,7 @@ def load_config(path: Path | None = None, settings: Sequence[str] = ()) -> Confi
 
 
 def read_tree(path: Path | None = None, settings: Sequence[str] = ()) -> dict[str, Any]:
-    """A TOML file as nested mappings, changed by ``key.path=value`` settings; nothing of it is checked yet."""
+    """A TOML file as nested mappings, changed by ``key.path=value`` settings; it is not checked yet."""
     tree: dict[str, Any] = {}
     if path is not None:
         try:
@@ -157,7 +157,7 @@ def parse(tree: Mapping[str, Any]) -> Config:
 
 
 def sentences(error: ValidationError, model: type[BaseModel], section: str = "") -> str:
-    """What is wrong with the input of a model, one line for each key; ``section`` is where the model's keys stand."""
+    """The errors in the input of a model, one line per key; ``section`` is the section that holds the model's keys."""
     return "\n".join(_sentence(one, model, section) for one in error.errors())
 
 
@@ -196,7 +196,7 @@ def _sentence(error: Mapping[str, Any], model: type[BaseModel], section: str) ->
         parent = ".".join(map(str, [*before, *location[:-1]]))
         return unknown(f"key in [{parent}]" if parent else "key", str(location[-1]), _fields_at(model, location[:-1]))
     given = json.dumps(error["input"], default=str)
-    if error["type"] == "value_error":  # a check of our own, which speaks for itself
+    if error["type"] == "value_error":  # raised by our own check: its message is complete
         return f"{key} = {given}: {error['msg'].removeprefix('Value error, ')}"
     return f"{key} = {given}: {error['msg'].lower()}"
 

@@ -26,7 +26,7 @@ def _shown(value: Any) -> str:
 
 
 def flat(tree: Any, before: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys.
+    """Nested mappings as one flat mapping, with dotted keys.
 
     >>> flat({"a": {"b": 1}, "c": [{"d": 2}]})
     {'a.b': 1, 'c.0.d': 2}

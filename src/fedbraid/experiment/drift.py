@@ -16,13 +16,13 @@ from fedbraid.simulation.shadow import trace_shadow
 
 __all__ = ["trace_drift"]
 
-MOST_NUMBERS = 20_000_000  # that a trace of the shadow sequence may hold
+MOST_NUMBERS = 20_000_000  # largest size of a trace of the shadow sequence
 
 
 def trace_drift(config: Config, data: FederatedData, rounds: int) -> dict[str, Any]:
     """The clients' mean squared distance from their mean (the shadow sequence), by round and local step.
 
-    Where it cannot be traced, ``why`` says the reason instead.
+    If it cannot be traced, the result has only the reason, ``why``.
     """
     experiment = assemble(config, data)
     params = experiment.model.init(address.init_key(config.seed))

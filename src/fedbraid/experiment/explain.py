@@ -13,9 +13,9 @@ from fedbraid.simulation.placement import place_run
 __all__ = ["explain_config"]
 
 PLANS = {
-    "sequential": "every device takes one client after the other",
-    "chunks": "every device takes {chunk} clients at a time, padded to the longest of them",
-    "lanes": "every device has {chunk} lanes, and a lane starts the next client when it is done with one",
+    "sequential": "every device runs one client after the other",
+    "chunks": "every device runs {chunk} clients at a time, padded to the longest of them",
+    "lanes": "every device has {chunk} lanes, and a lane starts the next client when it finishes one",
 }
 
 

@@ -25,7 +25,7 @@ def save(figure: Any, path: Path, *, pdf: bool = False) -> list[Path]:
 
 
 def draw_run(table: Mapping[str, np.ndarray], title: str) -> Any:
-    """One run against rounds: the loss, and where there is one the accuracy over all examples and of bad clients."""
+    """One run against rounds: the loss, and if there is one the accuracy, pooled and of the worst tenth of clients."""
     from matplotlib.figure import Figure
 
     accuracy = "test_accuracy" in table
@@ -56,7 +56,7 @@ def _draw_accuracy(axis: Any, table: Mapping[str, np.ndarray]) -> None:
     axis.plot(rounds, pooled, color=BLUE, lw=2, label="test, all examples")
     if "test_accuracy_client_worst_tenth" in table:
         tenth = _evaluated(table, "test_accuracy_client_worst_tenth")
-        axis.plot(*tenth, color=ORANGE, lw=1.5, ls="--", label="a tenth of the clients is below")
+        axis.plot(*tenth, color=ORANGE, lw=1.5, ls="--", label="a tenth of the clients are below")
     axis.set_ylabel("accuracy")
     axis.set_ylim(0, 1.02)
     if len(pooled):
@@ -71,10 +71,10 @@ def _evaluated(table: Mapping[str, np.ndarray], name: str) -> tuple[np.ndarray, 
 
 
 def series(tables: Sequence[Mapping[str, np.ndarray]], metric: str, against: str) -> dict[str, Any]:
-    """A metric of runs that differ only in their seed: x, and over the runs its mean, least and largest value.
+    """A metric of runs that differ only in their seed: x, and its mean, smallest and largest value over the runs.
 
-    ``against`` is "rounds", "bytes" (sent so far, both ways) or "seconds"; x is the mean over the runs, cut to the
-    shortest. Rounds that were not evaluated are left out.
+    ``against`` is "rounds", "bytes" (sent so far, both ways) or "seconds". x is the mean over the runs, up to the end
+    of the shortest run. Rounds that were not evaluated are left out.
     """
     found = []
     for table in tables:
@@ -89,10 +89,10 @@ def series(tables: Sequence[Mapping[str, np.ndarray]], metric: str, against: str
 
 
 def draw_curves(series: Sequence[Mapping[str, Any]], metric: Metric, against: str, title: str = "") -> Any:
-    """A metric against rounds, bytes or seconds: a line for each series, in a band from the least to the largest seed.
+    """A metric against rounds, bytes or seconds: per series a line, and a band from the smallest to the largest value.
 
-    Each series has ``label`` and, as arrays, ``x``, ``mean``, ``low`` and ``high``. A metric of which lower is better
-    has a log scale if all its values are positive.
+    Each series has ``label`` and, as arrays, ``x``, ``mean``, ``low`` and ``high``. If lower is better and all values
+    are positive, the scale is logarithmic.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
@@ -146,7 +146,7 @@ def draw_drift(series: Sequence[Mapping[str, Any]]) -> Any:
     figure = Figure(figsize=(6.8, 4.2), layout="constrained")
     axis = figure.subplots()
     peaks = [float(np.max(one["drift"])) for one in series]
-    log = min(peaks) > 0 and max(peaks) > 20 * min(peaks)  # methods tuned to different rates differ much in drift
+    log = min(peaks) > 0 and max(peaks) > 20 * min(peaks)  # drift differs a lot between learning rates
     for i, one in enumerate(series):
         for t, row in enumerate(one["drift"]):
             steps, seen = t * (len(row) - 1) + np.arange(len(row)), np.array(row, float)

@@ -1,4 +1,4 @@
-"""What a tuning works with: its settings, its data, its criterion and its programs."""
+"""The parts of a tuning: its settings, its data, its criterion and its programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fedbraid.simulation.points import Points, PointsResult
 __all__ = ["Lab", "SweepSettings", "hold_out_validation", "parse_settings"]
 
 MOST_TRIALS = 100_000
-TRIES = 32  # points of a random or adaptive search without `trials`
+TRIES = 32  # points of a random or adaptive search if `trials` is not given
 MOST_PROGRAMS = 4  # kept at a time: each holds device memory
 PREFIX = "validation_"
 FIXED = {
@@ -51,9 +51,9 @@ class SweepSettings(BaseModel):
     validation: Annotated[float, Field(gt=0, lt=1)] | None = None  # default: the data's own split, or 0.2
     metric: str | None = None  # default: accuracy if there is one, else loss
     better: Better | None = None  # direction of the metric; default: as the metric declares
-    last: Annotated[int, Field(ge=1)] = 100  # rounds averaged over
-    target: float | None = None  # judge by rounds to this value of the metric instead
-    at_once: Annotated[int, Field(ge=1)] | None = None  # most points in one program; default: what fits into memory
+    last: Annotated[int, Field(ge=1)] = 100  # number of last rounds that the score averages over
+    target: float | None = None  # if given, the score is the number of rounds to this value of the metric
+    at_once: Annotated[int, Field(ge=1)] | None = None  # most points in one program; default: limited by memory
 
     @property
     def space(self) -> dict[str, search.Choice | search.Range]:
@@ -76,10 +76,10 @@ def parse_settings(section: Mapping[str, Any], name: str = "sweep") -> SweepSett
 
 
 def hold_out_validation(data: FederatedData, fraction: float | None, seed: int) -> tuple[FederatedData, str]:
-    """The data to tune on, with a train split and a validation split only, and a phrase that says how it was made.
+    """The data to tune on, with only a train and a validation split, and a phrase that says how it was split.
 
     Without a fraction the data's own validation split is used if it has one, else 0.2 of every client's training
-    examples. A client keeps at least one training example. The test split is left out: tuning cannot see it.
+    examples. A client keeps at least one training example. The test split is left out, so tuning cannot use it.
 
     >>> clients = [{"x": np.arange(10.0)}, {"x": np.zeros(1)}]
     >>> tuning, _ = hold_out_validation(FederatedData(Split.from_clients(clients)), 0.2, seed=1)
@@ -93,7 +93,7 @@ def hold_out_validation(data: FederatedData, fraction: float | None, seed: int) 
     kept, held = hold_out(rows, fraction=fraction, seed=seed)
     if not sum(map(len, held)):
         raise ConfigError(
-            f"validation = {fraction:g}: no client has enough training examples to hold any out; take a larger share"
+            f"validation = {fraction:g}: no client has enough training examples to hold any out; use a larger fraction"
         )
     train = Split.from_assignment(data.train.arrays, [np.sort(part) for part in kept], data.train.ids)
     validation = Split.from_assignment(data.train.arrays, [np.sort(part) for part in held], data.train.ids)
@@ -104,7 +104,8 @@ def hold_out_validation(data: FederatedData, fraction: float | None, seed: int) 
 class Lab:
     """The data, the programs and the criterion of one tuning, checked.
 
-    data: what ``config`` names, if it is loaded already; held: what `hold_out_validation` made of it, if it did.
+    data: the data that ``config`` names, if it is already loaded. held: the result of `hold_out_validation`, if it is
+        already computed.
     """
 
     def __init__(
@@ -146,30 +147,30 @@ class Lab:
         number = number if settings.search == "grid" else settings.trials or TRIES
         if number * settings.seeds > MOST_TRIALS:
             raise ConfigError(
-                f"{number:,} points x {settings.seeds} seeds are more than {MOST_TRIALS:,} trials; take fewer "
+                f"{number:,} points x {settings.seeds} seeds are more than {MOST_TRIALS:,} trials; use fewer "
                 "values, or search = random with trials = ..."
             )
         if self.config.seed in settings.seed_list:
             raise ConfigError(
-                f"seed = {self.config.seed} is one of the tuning seeds {settings.seed_list}: tune on other seeds than "
-                "those you report on"
+                f"seed = {self.config.seed} is one of the tuning seeds {settings.seed_list}: tuning seeds must differ "
+                "from the seeds that you report"
             )
         if settings.search == "grid":
             search.grid(self.space)
             if settings.trials is not None:
-                raise ConfigError("trials = ... is for search = random or adaptive; a grid has the points it has")
+                raise ConfigError("trials = ... is for search = random or adaptive; a grid always runs all its points")
         if not self.space:
             raise ConfigError("nothing to sweep over: give --over KEY=VALUES, or over = { KEY = VALUES } in [sweep]")
         first = {key: search.values_of(one)[0] for key, one in self.space.items()}
         for key, one in self.space.items():
             if (section := key.split(".")[0]) in FIXED:
-                raise ConfigError(f"{key!r} is not swept over: {FIXED[section]}")
+                raise ConfigError(f"{key!r} cannot be swept over: {FIXED[section]}")
             for value in search.values_of(one):
                 config = with_values(self.config, first | {key: value})
                 assemble(config, self._raw(config))
 
     def data_of(self, config: Config) -> FederatedData:
-        """The data that a configuration is tuned on."""
+        """The data on which a configuration is tuned."""
         key = _data_key(config)
         if key not in self.data:
             held = hold_out_validation(self._raw(config), self.settings.validation, self.settings.seed)
@@ -193,7 +194,7 @@ class Lab:
         return json.dumps({key: value for key, value in point.items() if key not in self.traced}, default=str)
 
     def program(self, points: Sequence[Point]) -> Points:
-        """A program for these points: a compiled one if it takes between half and twice as many at a time."""
+        """A program for these points. A compiled one is reused if its batch is between half and twice their number."""
         static = self._static(points[0])
         for (known, _), program in self.programs.items():
             if known == static and len(points) <= 2 * program.size <= 4 * len(points):
@@ -217,7 +218,7 @@ class Lab:
         return made
 
     def row(self, i: int, point: Point, seed: int, outcome: PointsResult, j: int, status: str, together: int) -> Row:
-        """The row of point ``i`` at a seed, which is number ``j`` of the ``together`` points of ``outcome``."""
+        """The row of point ``i`` with a seed; ``outcome`` has ``together`` points, and this one has the index ``j``."""
         criterion = self.criterion
         diverged = bool(outcome.diverged[j])
         sums = {
@@ -251,8 +252,8 @@ class Lab:
 
 
 def _data_key(config: Config) -> str:
-    liars = config.attack.share, config.attack.seed  # the attacking clients are marked in the data
-    return json.dumps([config.data.model_dump(), liars], sort_keys=True, default=str)
+    attackers = config.attack.share, config.attack.seed  # the Byzantine clients are marked in the data
+    return json.dumps([config.data.model_dump(), attackers], sort_keys=True, default=str)
 
 
 def _number(value: Any) -> float | None:
@@ -260,7 +261,7 @@ def _number(value: Any) -> float | None:
 
 
 def _between(column: np.ndarray, rounds: np.ndarray) -> np.ndarray:
-    """The means of a per-round column between evaluations: a curve with one value per evaluation, and less noise."""
+    """The means of a per-round column between evaluations: one value per evaluation, with less noise."""
     cuts = np.split(column, rounds[:-1])
     with np.errstate(invalid="ignore"):
         return np.array([np.mean(part) for part in cuts])

@@ -47,7 +47,7 @@ def page_data(found: Collection) -> dict[str, Any]:
 
 
 def drifts_of(groups: Mapping[str, list[ReportedRun]]) -> list[dict[str, Any]]:
-    """Drift per label and round over local steps; values below 1e-10 of the largest are rounding errors, set to 0."""
+    """Drift per label and round over local steps; values below 1e-10 of the largest are rounding errors: set to 0."""
     found = []
     for label, own in groups.items():
         if own[0].drift and "drift" in own[0].drift:
@@ -70,7 +70,7 @@ def _positive(column: np.ndarray) -> bool:
 
 
 def curves_of(runs: Sequence[ReportedRun], metric: str) -> dict[str, Any]:
-    """Per axis: x and the mean, least and largest value; and each seed's own line, thinned."""
+    """Per axis: x and the mean, smallest and largest value, and the line of each seed; all thinned."""
     axes = {}
     for against in AXES:
         tables = [run.table for run in runs]
@@ -94,7 +94,7 @@ def _thinned(line: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def clients_of(found: Collection) -> dict[str, Any]:
-    """Per metric and label the clients' values from worst to best, those of all seeds together."""
+    """Per metric and label the clients' values of all seeds, from worst to best."""
     lines: dict[str, list[dict[str, Any]]] = {}
     for label, own in found.groups.items():
         for name in own[0].clients:
@@ -115,7 +115,7 @@ def _quantiles(values: np.ndarray) -> np.ndarray:
 
 
 def _rounded(value: Any) -> Any:
-    """Numbers rounded to six digits; nan and infinities, which JSON does not have, become null."""
+    """Numbers rounded to six digits; nan and infinities become null, because JSON has neither."""
     if isinstance(value, Mapping):
         return {key: _rounded(one) for key, one in value.items()}
     if isinstance(value, np.ndarray):

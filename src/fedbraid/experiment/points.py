@@ -1,7 +1,7 @@
 """Points of a configuration: values for some of its keys, and the programs that run several points together.
 
-Rates may be traced, so points that differ in rates alone are one program (see :mod:`fedbraid.simulation.points`).
-Counts, names and shapes are static: points that differ in them need programs of their own.
+Rates may be traced, so points that differ only in rates are one program (see :mod:`fedbraid.simulation.points`).
+Counts, names and shapes are static: points that differ in them need separate programs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Point", "measured", "points_program", "traceable", "with_traced", "w
 
 Point = Mapping[str, Any]
 TRACED_SECTIONS = ("algorithm", "model", "transforms")
-STATIC = (  # what a value that may not be traced raises
+STATIC = (  # errors raised when a traced value must be static
     StaticValueError,
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -60,14 +60,14 @@ def _child(here: Any, part: str, key: str) -> Any:
             raise ConfigError(f"{key!r}: there are {len(here)} transforms, counted from 0; there is no {part!r}")
         return here[int(part)]
     if not isinstance(here, dict):
-        raise ConfigError(f"{key!r}: a value lies where {part!r} should be a section")
+        raise ConfigError(f"{key!r}: {part!r} is a key of a section, but there is a value instead of that section")
     return here.setdefault(part, {})
 
 
 def with_traced(config: Config, values: Point) -> Config:
     """The configuration with traced numbers at options of its algorithm, model or transforms.
 
-    Nothing is parsed again: the configuration was checked with plain values, and a traced one has no value to check.
+    It is not parsed again: the configuration was checked with plain values, and traced values cannot be checked.
     """
     for key, value in values.items():
         section, *rest = key.split(".")
@@ -83,10 +83,10 @@ def with_traced(config: Config, values: Point) -> Config:
 
 
 def traceable(config: Config, data: FederatedData, values: Mapping[str, Sequence[Any]]) -> tuple[str, ...]:
-    """Those keys whose values are numbers that may be traced: rates may, counts may not.
+    """The keys whose values are numbers that may be traced: rates may, counts may not.
 
-    A key may be traced if everything that the configuration names can be built, and its messages laid out, without
-    knowing the key's value. An error that has another reason than the traced value is raised.
+    A key may be traced if the experiment can be assembled, and the shapes of its messages computed, without the key's
+    value. Errors that have another cause than the traced value are raised.
     """
     numbers = [
         key
@@ -95,7 +95,7 @@ def traceable(config: Config, data: FederatedData, values: Mapping[str, Sequence
         and all(isinstance(v, int | float) and not isinstance(v, bool) for v in all_)
     ]
     found: list[str] = []
-    for key in numbers:  # one by one on top of those found: two that may be traced alone may not be together
+    for key in numbers:  # added one by one: two keys that can each be traced alone may fail together
         if _builds(config, data, [*found, key]):
             found.append(key)
     return tuple(found)
@@ -117,7 +117,7 @@ def _builds(config: Config, data: FederatedData, keys: Sequence[str]) -> bool:
 
 
 def _needs_value(error: BaseException | None) -> bool:
-    """Whether an error, or one that caused it, says that a traced value must be known."""
+    """Whether an error, or one of its causes, says that a traced value must be static."""
     while error is not None:
         if isinstance(error, STATIC):
             return True
@@ -126,7 +126,7 @@ def _needs_value(error: BaseException | None) -> bool:
 
 
 def measured(experiment: Experiment, data: FederatedData, prefix: str) -> tuple[list[str], list[str]]:
-    """Names of what will be evaluated and of what the clients will report, without running anything.
+    """The names of the evaluated metrics and of the metrics that clients report, without running anything.
 
     >>> from fedbraid.experiment import build
     >>> experiment = build(Config())
@@ -156,13 +156,13 @@ def points_program(
     most: int | None = None,
     swap: Callable[[Callable, Mapping[str, Any]], Algorithm] | None = None,
 ) -> Points:
-    """The programs of points that differ in the values of ``keys`` alone.
+    """The programs of points that differ only in the values of ``keys``.
 
-    config: a configuration with valid values for all keys (the first point's).
-    points: how many there will be; at most ``most`` run at a time, fewer if they do not fit into memory.
+    config: a configuration with valid values for all keys (those of the first point).
+    points: the number of points; at most ``most`` run at a time, fewer if they do not fit into memory.
     test: the split that is evaluated, under names that begin with ``prefix``.
-    swap: makes the algorithm in place of the one that the configuration names, from the loss and its (traced) options:
-        for one that a configuration cannot name. It must have the same exchanges and messages.
+    swap: makes an algorithm from the loss and the (traced) options, for an algorithm that a configuration cannot name.
+        It replaces the one that the configuration names, and must have the same exchanges and messages.
     """
 
     def build(values: Mapping[str, Any], data: FederatedData) -> PointTask:

@@ -1,8 +1,8 @@
 """Reports: one HTML file of runs, sweeps and comparisons that opens offline, and every plot as PNG and PDF.
 
-`collect` reads folders, `page_data` turns them into what the page shows, and `write_report` puts that into the page's
-template (``page/``). The page loads nothing from the network, and its security policy forbids it. Tables are plain HTML
-and can be read without JavaScript.
+`collect` reads folders, `page_data` computes the data of the page, and `write_report` puts it into the page's template
+(``page/``). The page loads nothing from the network; its content security policy forbids network access. Tables are
+plain HTML and can be read without JavaScript.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["write_report"]
 
 
 def write_report(found: Collection, out: Path, *, title: str | None = None, plots: bool = True) -> dict[str, Any]:
-    """Write the page to ``out`` and, beside it, a folder with every plot as PNG and PDF; returns what was written."""
+    """Write the page to ``out`` and every plot as PNG and PDF into a folder next to it; returns what was written."""
     if out.is_dir():
         raise ConfigError(f"{out} is a folder: name an HTML file, such as {out / 'report.html'}")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _best_rows(values: Sequence[float | None], metric: Metric) -> list[int]:
-    """The rows with the best value; none where only one row has a value."""
+    """The rows with the best value; none if only one row has a value."""
     known = {i: value for i, value in enumerate(values) if value is not None and np.isfinite(value)}
     if len(known) < 2:
         return []
@@ -148,7 +148,7 @@ def _tunings_table(found: Collection) -> str:
 def _runs_table(found: Collection) -> str:
     names = [n for n in columns_of(found) if n.startswith("test_")]
     of_clients = [n for n in names if is_client_column(n) and not n.endswith(MEAN)]
-    # those of the accuracy are enough: those of the loss say much the same
+    # those of the accuracy are enough: those of the loss are similar
     of_clients = [n for n in of_clients if not found.metric(n).lower_is_better] or of_clients
     shown = [n for n in names if not is_client_column(n)] + of_clients
     rows, means = [], []
@@ -178,10 +178,10 @@ def _comparison_table(summary: Mapping[str, Any]) -> str:
     seeds = ", ".join(map(str, summary["seeds"]))
     about = (
         f"{summary['criterion']}; mean ± deviation over seeds {seeds}. Equal {summary['protocol'].replace('-', ' ')}. "
-        "A tenth of the clients do worse than the worst tenth says."
+        "A tenth of the clients are worse than the value of the worst tenth."
     )
     if summary["tuned_on"]:
-        about += f" Tuned on {summary['tuned_on']}, never on the test set."
+        about += f" Tuned on {summary['tuned_on']}, without the test set."
     return _table(heads, rows, best) + f'<p class="note">{html.escape(about)}</p>'
 
 
@@ -211,7 +211,7 @@ def _method_cells(row: Mapping[str, Any], summary: Mapping[str, Any]) -> list[An
 def _difference(found: Collection) -> str:
     groups = found.groups
     if len(groups) < 2:
-        return '<p class="note">There is one configuration only.</p>'
+        return '<p class="note">There is only one configuration.</p>'
     rows = config_difference({label: own[0].config for label, own in groups.items()})
     if not rows:
         return '<p class="note">The configurations are the same.</p>'

@@ -30,9 +30,9 @@ def run_config(
     on_built: Callable[[Experiment], None] | None = None,
     on_progress: Callable[[Progress], bool | None] | None = None,
 ) -> RunSummary:
-    """Train what ``config`` says, write the run folder, and return its summary.
+    """Run ``config``, write the run folder, and return its summary.
 
-    The folder must be new, or with ``resume`` one whose run was stopped. ``on_progress`` may return True to stop; the
+    The folder must be new, or with ``resume`` that of a stopped run. ``on_progress`` may return True to stop; the
     summary's ``finished`` is then false and the run can be resumed. On several hosts every host calls this function
     with the same arguments, and the first one writes.
     """
@@ -130,7 +130,7 @@ def _engine(result: Result) -> dict[str, Any]:
 def _write(
     out: Path, experiment: Experiment, result: Result, table: dict[str, np.ndarray], summary: RunSummary
 ) -> None:
-    """Write the files of a run folder that come after the run."""
+    """Write the files that a run folder gets at the end of the run."""
     config, data = experiment.config, experiment.data
     runfolder.write_metrics(out, table)
     if data.test is not None:

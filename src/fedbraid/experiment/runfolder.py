@@ -100,14 +100,14 @@ def _write_table(path: Path, table: Mapping[str, np.ndarray]) -> None:
 
 
 def read_metrics(folder: Path) -> dict[str, np.ndarray]:
-    """The columns of a run's metrics, nan where a round was not evaluated."""
+    """The columns of a run's metrics, nan in rounds that were not evaluated."""
     if not (folder / METRICS).is_file():
         raise ConfigError(f"{folder} has no {METRICS}: the run is incomplete; resume it with --resume {folder}")
     return {current_name(name): column for name, column in _read_table(folder / METRICS).items()}
 
 
 def read_clients(folder: Path) -> dict[str, np.ndarray]:
-    """Each test client's own metrics; empty where nothing was evaluated."""
+    """Each test client's own metrics; empty if nothing was evaluated."""
     return _read_table(folder / CLIENTS) if (folder / CLIENTS).is_file() else {}
 
 

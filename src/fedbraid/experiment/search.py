@@ -1,7 +1,7 @@
 """Search spaces: the values that keys may take, and which points to try.
 
-A space is a mapping from keys of a configuration to a `Choice` (finitely many values) or a `Range` (an interval). Grids
-take choices only; random and adaptive search take both. Adaptive search is optuna's tree-structured Parzen estimator
+A space is a mapping from keys of a configuration to a `Choice` (a list of values) or a `Range` (an interval). Grids
+take only choices; random and adaptive search take both. Adaptive search is optuna's tree-structured Parzen estimator
 (J. Bergstra et al., Algorithms for Hyper-Parameter Optimization, NIPS 2011), asked for a batch of points at a time
 because a batch is one program. Successive halving (K. Jamieson, A. Talwalkar, Non-stochastic Best Arm Identification
 and Hyperparameter Optimization, AISTATS 2016) can be added to each of them; `rungs` computes its schedule.
@@ -23,7 +23,7 @@ __all__ = ["Choice", "Range", "Space", "adapt", "grid", "over", "rungs", "sample
 
 
 class Choice(NamedTuple):
-    """One of finitely many values."""
+    """One value of a list."""
 
     values: tuple[Any, ...]
 
@@ -42,7 +42,7 @@ Space = Mapping[str, Choice | Range]
 def _spaced(make: Callable, low: float, high: float, count: float) -> Choice:
     if count != int(count) or count < 1:
         raise ValueError(f"the number of points must be a whole number of at least 1, got {count:g}")
-    # rounded to twelve digits: 10 ** x has rounding errors
+    # rounded to twelve digits, because 10 ** x has rounding errors
     return Choice(tuple(float(f"{value:.12g}") for value in make(low, high, int(count))))
 
 
@@ -71,7 +71,7 @@ _HELP = (
 
 
 def over(key: str, given: Any) -> Choice | Range:
-    """The values of a key, from what a user wrote: ``logspace(-4,0,9)``, ``0.1,0.3,1``, a list, a single value.
+    """The values of a key, as a user may write them: ``logspace(-4,0,9)``, ``0.1,0.3,1``, a list, a single value.
 
     >>> over("algorithm.client_lr", "logspace(-2,0,3)")
     Choice(values=(0.01, 0.1, 1.0))
@@ -102,12 +102,12 @@ def over(key: str, given: Any) -> Choice | Range:
 
 def _form(key: str, given: str, name: str, inside: str) -> Choice | Range:
     if name not in _FORMS:
-        raise ValueError(f"{key}: there is no {name}(...) in {given!r}; {_HELP}")
+        raise ValueError(f"{key}: there is no function {name}(...), got {given!r}; {_HELP}")
     number, make = _FORMS[name]
     try:
         numbers = [float(part) for part in inside.split(",")]
     except ValueError:
-        raise ValueError(f"{key}: {given!r} is not made of numbers; {_HELP}") from None
+        raise ValueError(f"{key}: {given!r} has an argument that is not a number; {_HELP}") from None
     if len(numbers) != number or not all(map(math.isfinite, numbers)):
         raise ValueError(f"{key}: {name} takes {number} finite numbers, got {given!r}; {_HELP}")
     try:
@@ -135,7 +135,7 @@ def values_of(space: Choice | Range) -> tuple[Any, ...]:
 
 
 def grid(space: Space) -> list[dict[str, Any]]:
-    """Every combination, the last key changing fastest.
+    """Every combination; the last key changes fastest.
 
     >>> grid({"a": Choice((1, 2)), "b": Choice(("x", "y"))})[1]
     {'a': 1, 'b': 'y'}
@@ -150,7 +150,7 @@ def grid(space: Space) -> list[dict[str, Any]]:
 
 
 def sample(space: Space, count: int, seed: int) -> list[dict[str, Any]]:
-    """``count`` points at random; the first points do not depend on ``count``.
+    """``count`` random points; the first points do not depend on ``count``.
 
     >>> sample({"a": Range(0, 1, "uniform")}, 2, seed=0) == sample({"a": Range(0, 1, "uniform")}, 9, seed=0)[:2]
     True
@@ -172,9 +172,9 @@ def _draw(one: Choice | Range, rng: np.random.Generator) -> Any:
 def adapt(
     space: Space, seen: Sequence[tuple[Mapping[str, Any], float]], count: int, *, seed: int
 ) -> list[dict[str, Any]]:
-    """The next ``count`` points to try, having ``seen`` points with their losses (inf: diverged), by optuna.
+    """The next ``count`` points to try, chosen by optuna from the ``seen`` points and their losses (inf: diverged).
 
-    It depends only on its arguments, so a search that was stopped continues with the same points.
+    The result depends only on the arguments, so a search that was stopped continues with the same points.
     """
     try:
         import optuna
@@ -200,7 +200,7 @@ def _ordered(one: Choice) -> bool:
 
 def _distribution(optuna: Any, one: Choice | Range) -> Any:
     made = optuna.distributions
-    if isinstance(one, Choice):  # numbers keep their order: each is encoded by its place in the sorted list
+    if isinstance(one, Choice):  # a number is encoded by its position in the sorted list, which keeps the order
         places = len(one.values)
         return made.IntDistribution(0, places - 1) if _ordered(one) else made.CategoricalDistribution(range(places))
     if one.kind == "integers":
@@ -229,7 +229,7 @@ def rungs(rounds: int, points: int, eta: int) -> list[tuple[int, int]]:
     [(100, 3), (300, 1), (900, 0)]
     """
     if eta < 2:
-        raise ValueError(f"halving must keep one in 2 or fewer, got {eta}")
+        raise ValueError(f"halving (keep one point in N) must be at least 2, got {eta}")
     left, kept = points, []
     while left > 1:
         left = max(1, left // eta)

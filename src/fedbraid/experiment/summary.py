@@ -1,4 +1,4 @@
-"""The summary of a run: what ``summary.json`` of a run folder holds, however the run was made."""
+"""The summary of a run, as in ``summary.json`` of a run folder, for simulated, deployed and compared runs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class RunSummary:
         return self.engine.get("plan") == "flower"
 
     def metric(self, column: str) -> Metric:
-        """The direction of a column. Folders of older versions do not say it: then the name must be well known."""
+        """A column with its direction. Folders of older versions do not record it: then the name must be well known."""
         try:
             return metric_of_column(column, [Metric(name, better) for name, better in self.metrics.items()])
         except ValueError:
@@ -92,7 +92,7 @@ class RunSummary:
 
 
 def current_name(column: str) -> str:
-    """The name of a column of an older run folder today.
+    """The current name of a column of an older run folder.
 
     >>> current_name("test_loss_client_p10")
     'test_loss_client_worst_tenth'
@@ -103,14 +103,14 @@ def current_name(column: str) -> str:
 def has_diverged(history: Mapping[str, Any], evaluations: Mapping[str, Any], params: Any = ()) -> bool:
     """Whether a run diverged: its model or a score over all examples is not finite, or no upload of a round was usable.
 
-    The engine refuses uploads that are not finite. Where all of a round are refused the model no longer moves.
+    The engine refuses uploads that are not finite. If all uploads of a round are refused, the model does not change.
     """
     for name, refused in history.items():
         if name.endswith("/refused"):
             arrived = np.asarray(history.get(name.removesuffix("refused") + "arrived", np.inf))
             if bool(((np.asarray(refused) > 0) & (arrived == 0)).any()):
                 return True
-    # a statistic over clients is nan where no client has test examples: that is no divergence
+    # a statistic over clients is nan if no client has test examples: that is no divergence
     pooled = [column for name, column in evaluations.items() if not is_client_column(name)]
     leaves = [leaf for leaf in map(np.asarray, jax.tree.leaves(params)) if np.issubdtype(leaf.dtype, np.floating)]
     return not all(bool(np.isfinite(np.asarray(values)).all()) for values in (*pooled, *leaves))

@@ -1,8 +1,8 @@
-"""Sweeps: a tuning with a folder of its own.
+"""Sweeps: a tuning with its own folder.
 
-Tuning has its own seeds and its own validation split, held out of the training examples of every client; it never sees
-the test set. Every trial, which is a point at a seed, is one row of ``trials.parquet`` with its curve, also if it
-diverged. The file is replaced after every program, so a sweep that was stopped continues from there.
+Tuning has its own seeds and its own validation split, held out of the training examples of every client. It does not
+use the test set. A trial is one point run with one seed. Every trial is one row of ``trials.parquet`` with its curve,
+also if it diverged. The file is rewritten after every program, so a sweep that was stopped continues from there.
 
     sweep.toml        the configuration and a [sweep] section: `fedbraid sweep sweep.toml` repeats it
     trials.parquet    one row per trial
@@ -36,7 +36,7 @@ SWEEP, TRIALS, BEST, SUMMARY, PICTURE = "sweep.toml", "trials.parquet", "best.to
 def load_sweep(
     path: Path | None, settings: Sequence[str] = (), changes: Mapping[str, Any] | None = None
 ) -> tuple[Config, SweepSettings]:
-    """A configuration and how it is swept, from a TOML file with a ``[sweep]`` section, which ``changes`` override."""
+    """A configuration and its sweep settings, from a TOML file with a ``[sweep]`` section; ``changes`` override it."""
     tree = read_tree(path, settings)
     section = tree.pop("sweep", {})
     if not isinstance(section, Mapping):
@@ -45,7 +45,7 @@ def load_sweep(
 
 
 def write_sweep(path: Path, config: Config, settings: SweepSettings) -> None:
-    """Write what `load_sweep` reads."""
+    """Write the file that `load_sweep` reads."""
     import tomli_w
 
     tree = tomllib.loads(dump(config)) | {"sweep": settings.model_dump(mode="json", exclude_none=True)}
@@ -58,7 +58,7 @@ def about(settings: SweepSettings) -> dict[str, Any]:
 
 
 def check_folder(out: Path) -> None:
-    """Refuse a folder that is not empty: nothing is overwritten."""
+    """Refuse a folder that is not empty, so that nothing is overwritten."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not empty: choose another --out, or continue it with --resume {out}")
 
@@ -71,9 +71,9 @@ def run_sweep(
     resume: bool = False,
     on_news: Callable[[News], Any] | None = None,
 ) -> dict[str, Any]:
-    """Tune what ``config`` says, write the sweep's folder and return its summary.
+    """Tune ``config``, write the sweep's folder and return its summary.
 
-    The folder must be new, or with ``resume`` that of a sweep that was stopped: its trials are kept.
+    The folder must be new, or with ``resume`` that of a stopped sweep: its trials are kept.
     """
     if not resume:
         check_folder(out)

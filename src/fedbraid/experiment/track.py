@@ -1,7 +1,7 @@
 """Send finished runs to TensorBoard or MLflow (the extra ``track``).
 
-A sink is written ``tensorboard:FOLDER`` or ``mlflow:URI``. It is filled from run folders after the runs, so a run
-itself depends on neither.
+A sink is written ``tensorboard:FOLDER`` or ``mlflow:URI``. Values are read from finished run folders, so a run itself
+depends on neither tool.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def send(runs: Sequence[ReportedRun], sink: str) -> int:
     """Send runs to a sink; returns the number of values written."""
     kind, colon, place = sink.partition(":")
     if not colon or not place or kind not in ("tensorboard", "mlflow"):
-        raise ConfigError(f"a sink reads tensorboard:FOLDER or mlflow:URI, got {sink!r}")
+        raise ConfigError(f"a sink must be tensorboard:FOLDER or mlflow:URI, got {sink!r}")
     return _tensorboard(runs, place) if kind == "tensorboard" else _mlflow(runs, place)
 
 
@@ -79,9 +79,9 @@ def _mlflow(runs: Sequence[ReportedRun], uri: str) -> int:
         known_as = client.create_run(experiment, run_name=_name(run)).info.run_id
         options = [Param(key, json.dumps(value)) for key, value in _options(run).items()]
         client.log_batch(known_as, params=options[:100])
-        # the time of every value is 0: MLflow then orders by the step, which is the round
+        # the timestamp of every value is 0, so MLflow orders them by the step, which is the round
         metrics = [Metric(name.replace("/", "."), value, 0, round_) for name, round_, value in _values(run)]
-        for start in range(0, len(metrics), 1000):  # the most that one batch may hold
+        for start in range(0, len(metrics), 1000):  # MLflow's limit for one batch
             client.log_batch(known_as, metrics=metrics[start : start + 1000])
         client.set_terminated(known_as)
         written += len(metrics)

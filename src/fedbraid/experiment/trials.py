@@ -1,6 +1,6 @@
-"""Trials in one file, judged by one criterion. A trial is a point at a seed.
+"""Trials in one file, judged by one criterion. A trial is one point run with one seed.
 
-A trial that diverged is a row like the others, with the status "diverged" and no score. It is kept, and never the best.
+A trial that diverged has a row with the status "diverged" and no score. It cannot be the best.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 
 class Criterion(NamedTuple):
-    """What the best point is best at: a metric averaged over the last rounds, or the rounds to a target.
+    """How points are ranked: by a metric averaged over the last rounds, or by the number of rounds to a target.
 
     >>> str(Criterion(Metric("validation_accuracy", "higher"), 100, None))
     'highest validation_accuracy, averaged over the last 100 rounds'
@@ -44,7 +44,7 @@ class Criterion(NamedTuple):
         return f"{'lowest' if lower else 'highest'} {self.metric.name}, averaged over the last {self.last} rounds"
 
     def score_of(self, rounds: np.ndarray, values: np.ndarray, done: int) -> float:
-        """The average of the values at those ``rounds`` that are among the last of ``done``; nan if there are none."""
+        """The average of the values at the ``rounds`` among the last ones of ``done`` rounds; nan if there are none."""
         late = values[rounds > done - self.last]
         return float(np.mean(late)) if len(late) else math.nan
 
@@ -60,7 +60,7 @@ class Criterion(NamedTuple):
         return self.score_of(*self._curve(outcome, j), outcome.rounds)
 
     def rounds_to_target(self, outcome: PointsResult, j: int) -> int | None:
-        """The first (evaluated) round at which point ``j`` is at the target; None if it never was."""
+        """The first evaluated round in which point ``j`` reaches the target; None if it does not reach it."""
         return self.first_round(*self._curve(outcome, j))
 
     def _curve(self, outcome: PointsResult, j: int) -> tuple[np.ndarray, np.ndarray]:
@@ -70,7 +70,7 @@ class Criterion(NamedTuple):
         return outcome.evaluations["round"], outcome.evaluations[name][j]
 
     def loss(self, rows: Sequence[Mapping[str, Any]], rounds: int) -> float:
-        """One number from the trials of a point, to be minimised; inf if one of them diverged."""
+        """The loss of a point from its trials, to be minimised; inf if one of them diverged."""
         if not rows or any(row["score"] is None for row in rows):
             return math.inf
         mean = float(np.mean([row["score"] for row in rows]))
@@ -83,7 +83,7 @@ class Criterion(NamedTuple):
 
 
 def judged_by(row: Mapping[str, Any]) -> Metric:
-    """The metric that a trial was scored by. Files of older versions do not say its direction: then by its name."""
+    """The metric by which a trial was scored. Files of older versions lack its direction: it follows from the name."""
     better = row.get("better")
     return metric_of_column(row["metric"]) if better is None else Metric(row["metric"], better)
 
@@ -97,17 +97,17 @@ def pick_metric(
     declared: Sequence[Metric] = (),
     better: Better | None = None,
 ) -> Metric:
-    """The metric to judge by, under the full name of its column.
+    """The metric by which points are ranked, with the full name of its column.
 
-    evaluated, logged: the columns that there are; ``prefix``: of the evaluated ones, which ``wanted`` may leave out.
-    declared: metrics whose names are not well known; ``better`` overrides the direction of the one that is picked.
+    evaluated, logged: the existing columns. ``prefix``: of the evaluated columns; ``wanted`` may leave it out.
+    declared: metrics whose names are not well known. ``better`` overrides the direction of the chosen metric.
 
     >>> pick_metric("loss", ["test_loss", "test_accuracy"], ["train/loss"], prefix="test_")
     Metric(name='test_loss', better='lower')
     """
     pooled = [name for name in evaluated if name != "round"]
     for name in pooled:
-        metric_of_column(name, declared)  # refuses one without a direction: the worst clients could not be found
+        metric_of_column(name, declared)  # raises if it has no direction, which is needed to find the worst clients
     if wanted is None:
         choices = [prefix + name for name in ("accuracy", "loss") if prefix + name in pooled] or pooled
         if not choices:
@@ -178,9 +178,9 @@ def read_trials(path: Path) -> list[Row]:
 
 
 def best_point(rows: Sequence[Row], keys: Sequence[str], criterion: Criterion, rounds: int) -> dict[str, Any]:
-    """The best point among rows: its values, its score (mean and deviation over the seeds), and by what rule.
+    """The best point among rows: its values, its score (mean and deviation over the seeds), and the criterion.
 
-    Points that were stopped early or diverged are never the best; with no other, ``best`` is None.
+    Points that were stopped early or diverged cannot be the best. If there are no others, ``best`` is None.
     """
     by_id: dict[int, list[Row]] = {}
     for row in rows:

@@ -41,10 +41,10 @@ def tune(
     only: Collection[int] | None = None,
     on_news: Callable[[News], Any] | None = None,
 ) -> dict[str, Any]:
-    """Try points as the settings say and return the best one with the rule it was chosen by; rows go to ``trials``.
+    """Run the points of the search and return the best one with its criterion; rows are added to ``trials``.
 
-    ``label``: columns that mark the rows of this tuning among others in the same file. Trials that are in the file
-    already are not run again. ``only``: ids of `all_points` to try; other workers try the rest.
+    ``label``: columns that identify the rows of this tuning in a file with several tunings. Trials that are already in
+    the file are not run again. ``only``: ids of `all_points` to run; other workers run the rest.
     """
     trials, label = Trials(None) if trials is None else trials, dict(label or {})
     settings = lab.settings
@@ -88,11 +88,11 @@ def all_points(lab: Lab) -> dict[int, Point]:
 
 
 class _Bracket(NamedTuple):
-    """Points that run to the end, or climb the rungs of successive halving, together."""
+    """Points that run together, either to the last round or through the rungs of successive halving."""
 
     points: dict[int, Point]
     have: dict[tuple[int, int], Row]  # by point and seed: rows that were in the file before
-    kept: dict[tuple[int, int], PointsResult]  # by point and seed: where to go on from at the next rung
+    kept: dict[tuple[int, int], PointsResult]  # by point and seed: the state from which the next rung continues
     marks: list[int]  # the rounds of the rungs
 
 
@@ -115,7 +115,7 @@ class _Work:
         return [({key: rows[0][key] for key in keys}, loss(rows, self.rounds)) for _, rows in sorted(by_id.items())]
 
     def ladder(self, points: int) -> list[tuple[int, int]]:
-        """The rungs for so many points: (rounds, how many points go on)."""
+        """The rungs for this number of points: (rounds, how many points continue)."""
         eta = self.lab.settings.halving
         return search.rungs(self.rounds, points, eta) if eta and points > 1 else [(self.rounds, 0)]
 
@@ -129,7 +129,7 @@ class _Work:
         self.spent = sum(row["rounds"] for row in self.trials.of(**self.label))
 
     def bracket(self, points: dict[int, Point]) -> None:
-        """Run points to the end, or up the rungs of successive halving."""
+        """Run points to the last round, or through the rungs of successive halving."""
         ladder = self.ladder(len(points))
         have = {(row["point"], row["seed"]): row for row in self.trials.of(**self.label) if row["point"] in points}
         decided = max((row["rounds"] for row in have.values() if row["rounds"] < self.rounds), default=0)
@@ -143,7 +143,7 @@ class _Work:
             alive = self._rung(bracket, alive, rounds, go_on)
 
     def _rung(self, bracket: _Bracket, alive: list[int], rounds: int, go_on: int) -> list[int]:
-        """Run the points that are alive up to ``rounds``; returns the ``go_on`` best of them."""
+        """Run the remaining points up to ``rounds``; returns the ``go_on`` best of them."""
         points, have = bracket.points, bracket.have
         rows: dict[int, list[Row]] = {}
         for group in self.lab.groups({i: points[i] for i in alive}):
@@ -168,7 +168,7 @@ class _Work:
         for i in set(alive) - set(on):
             for seed in self.seeds:
                 bracket.kept.pop((i, seed), None)
-        self._tell(f"{len(on)} of {len(alive)} points go on from round {rounds}")
+        self._tell(f"{len(on)} of {len(alive)} points continue from round {rounds}")
         return on
 
     def _chunk(
@@ -215,7 +215,7 @@ class _Work:
 
 
 def _together(outcomes: Sequence[PointsResult]) -> PointsResult:
-    """Outcomes of single points as one."""
+    """The outcomes of single points, joined into one."""
     import jax
 
     first = outcomes[0]
@@ -233,7 +233,7 @@ def _together(outcomes: Sequence[PointsResult]) -> PointsResult:
 
 
 def _at_edge(space: search.Space, best: Point | None) -> list[str]:
-    """Keys whose best value is the smallest or largest that was tried: a better one may lie beyond."""
+    """Keys whose best value is the smallest or largest that was tried: a value outside may be better."""
     if best is None:
         return []
     edges = []

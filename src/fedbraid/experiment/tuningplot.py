@@ -13,7 +13,7 @@ from fedbraid.metric import Metric
 
 __all__ = ["draw_tuning", "tuning_plot"]
 
-FEW = 14  # values of a key that can be rows or columns of a map
+FEW = 14  # the most values of a key that is an axis of a map
 
 
 def _numeric(values: Sequence[Any]) -> bool:
@@ -32,7 +32,7 @@ def tuning_plot(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[
     """How to draw the trials of one tuning: a line over one key, a map over two, or a scatter.
 
     Scores are means over seeds. With more than two keys, a map over two of them shows the best score over the others.
-    A cell without a score diverged (``status``) or was never tried.
+    A cell without a score diverged (``status``) or was not tried.
     """
     points = _points(rows, keys)
     distinct = {key: sorted({_hashable(p["values"][i]) for p in points}, key=_order) for i, key in enumerate(keys)}

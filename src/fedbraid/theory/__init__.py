@@ -4,7 +4,7 @@ Closed forms in float64 NumPy: quadratic federations, surrogate losses, converge
 averaging and splitting, and published bounds as objects that list their assumptions. This package runs no training and
 imports nothing from the simulator or from `fedbraid.data`.
 
-Two modules are imported by name, because they need jax or matplotlib: `fedbraid.theory.constants` estimates the
+Two modules must be imported by name, because they need jax or matplotlib: `fedbraid.theory.constants` estimates the
 constants of real data, `fedbraid.theory.figures` draws the figures. Advice for a configuration is in
 `fedbraid.experiment.diagnosis`, because it runs experiments.
 """

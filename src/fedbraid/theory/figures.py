@@ -1,7 +1,7 @@
 """Figures of Charles and Konecny, "Convergence and Accuracy Trade-Offs ...", and of the command line.
 
-Every function returns a new `matplotlib.figure.Figure` and leaves pyplot alone; `save` writes it. Colours are those of
-Okabe and Ito, which colour-blind readers can distinguish; line styles differ as well, for print.
+Every function returns a new `matplotlib.figure.Figure` and does not use pyplot; `save` writes it. Colours are those of
+Okabe and Ito, which colour-blind readers can distinguish. Line styles also differ, for print.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def figure_1() -> Figure:
 
 
 def figure_2() -> Figure:
-    """Server momentum on FedAvg's frontier, gamma = 1 / (2 L), L = 2, 10, 100; dots are the heavy ball, mirrored."""
+    """Server momentum on FedAvg's frontier, gamma = 1 / (2 L), L = 2, 10, 100; dots: the mirrored heavy-ball curve."""
     figure, axes = panels(3)
     for ax, L in zip(axes, (2, 10, 100), strict=True):
         for i, momentum in enumerate(MOMENTA):
@@ -111,7 +111,7 @@ def figure_2() -> Figure:
 
 
 def figure_3() -> Figure:
-    """FedProx: alpha shortens FedAvg's frontier and does not move it (L = 10, gamma = 1 / (2 (L + alpha)))."""
+    """FedProx: its frontier is a part of FedAvg's, shorter for larger alpha (L = 10, gamma = 1 / (2 (L + alpha)))."""
     figure, (ax,) = panels(1)
     for i, alpha in enumerate((0.0, 0.5, 1.0, 5.0)):
         f = pareto_frontier(mu=1.0, smoothness=10.0, gamma=0.5 / (10.0 + alpha), alpha=alpha)

@@ -7,7 +7,7 @@ b the extreme eigenvalues of the distortion Q), everything is a hyperbolic tange
 
     rho (no momentum) = tanh(ln(kappa) / 2)    rho (heavy ball) = tanh(ln(kappa) / 4)    Delta = tanh(ln(b / a) / 4),
 
-and in the range of Lemma 6 ``b / a = kappa0 / kappa``, whence the law of the heavy-ball frontier,
+and in the range of Lemma 6 ``b / a = kappa0 / kappa``. This gives the law of the heavy-ball frontier,
 
     artanh(rho) + artanh(Delta) = ln(kappa0) / 4,
 
@@ -409,10 +409,10 @@ def _no_surrogate(gamma: float, theta: Theta, limit: float) -> str:
 
 
 def _worst_spectrum(mu: float, L: float, gamma: float, theta: Theta, alpha: float) -> np.ndarray:
-    """Points of [mu, L] where ``lambda q(lambda)`` or ``q(lambda)`` is extreme: both ends, and a peak inside.
+    """Points of [mu, L] where ``lambda q(lambda)`` or ``q(lambda)`` is extreme: both ends, and a maximum inside.
 
-    For Theta_K the peak is at ``(1 - gamma alpha) / (gamma K)`` (the zero of h' in the proof of Lemma 4); other Theta
-    are searched on a grid and refined by golden section.
+    For Theta_K the maximum is at ``(1 - gamma alpha) / (gamma K)`` (the zero of h' in the proof of Lemma 4). For other
+    Theta it is found on a grid and refined by golden-section search.
     """
     from scipy.optimize import minimize_scalar
 

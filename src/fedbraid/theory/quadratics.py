@@ -189,7 +189,7 @@ def random_spectrum(dim: int, mu: float, smoothness: float, rng: np.random.Gener
     below = np.sqrt(rng.chisquare(np.arange(dim - 1, 0, -1)))
     values = eigvalsh_tridiagonal(across**2 + np.append(0.0, below) ** 2, across[:-1] * below)
     values = mu + (smoothness - mu) * (values - values[0]) / (values[-1] - values[0])
-    values[-1] = smoothness  # exact, not within rounding
+    values[-1] = smoothness  # exactly, without rounding error
     return values
 
 
@@ -238,7 +238,7 @@ class LeastSquares(NamedTuple):
         return linear_federation(A, np.einsum("jna,jn->ja", self.designs, self.responses))
 
     def clients(self) -> list[dict[str, np.ndarray]]:
-        """The examples of each client, fields ``x`` and ``y``: what `fedbraid.Split.from_clients` takes."""
+        """The examples of each client, fields ``x`` and ``y``, as `fedbraid.Split.from_clients` takes them."""
         return [{"x": a, "y": b} for a, b in zip(self.designs, self.responses, strict=True)]
 
 
@@ -281,7 +281,7 @@ def logistic_clients(
 ) -> list[dict[str, np.ndarray]]:
     """Binary logistic regression, labels -1 and +1: Appendix B.2.1 of "FedSplit".
 
-    One mapping with the fields ``x`` and ``y`` per client: what `fedbraid.Split.from_clients` takes.
+    One mapping with the fields ``x`` and ``y`` per client, as `fedbraid.Split.from_clients` takes them.
 
     >>> [client["y"].shape for client in logistic_clients(clients=2, dim=3, examples=5)]
     [(5,), (5,)]
@@ -327,7 +327,7 @@ def crossing_pair(kappa0: float, *, radius: float = 1.0) -> QuadraticFederation:
 
 
 def check_curvature(mu: float, smoothness: float) -> None:
-    """Refuse values that no strongly convex smooth loss has."""
+    """Refuse values that are impossible for a strongly convex smooth loss."""
     if not (math.isfinite(mu) and math.isfinite(smoothness)):
         raise ValueError(f"mu and smoothness must be finite, got mu = {mu}, smoothness = {smoothness}")
     if mu <= 0:

@@ -193,9 +193,9 @@ def regularized_choice(
 
     ``distance`` bounds ``||x_1 - x*||``; ``start_gradient`` is the root mean square of the client gradients at
     ``x_1``. Each client adds (lambda / 2) ||x - x_1||^2 (the proof's form; eq. 19 divides by m once more). The
-    rounds invert eq. (36). The printed inversion lacks epsilon in its logarithm and does not bound ``||z_1 - z*||``.
-    Here that is bounded by ``sqrt(m) (D + s (start_gradient + (L + lambda) D))``, since ``z_j* = x_lambda* - s grad
-    f_j(x_lambda*)`` and ``||x_1 - x_lambda*|| <= ||x_1 - x*|| = D``.
+    number of rounds follows from eq. (36). The printed formula lacks epsilon in its logarithm and does not bound
+    ``||z_1 - z*||``. Here that is bounded by ``sqrt(m) (D + s (start_gradient + (L + lambda) D))``, because
+    ``z_j* = x_lambda* - s grad f_j(x_lambda*)`` and ``||x_1 - x_lambda*|| <= ||x_1 - x*|| = D``.
 
     >>> choice = regularized_choice(0.1, clients=10, smoothness=4.0, distance=1.0, start_gradient=2.0)
     >>> choice.lam, round(choice.kappa, 3), choice.rounds
@@ -275,8 +275,8 @@ def fedsplit_gap(
     if local_steps is None:
         shrink, push = 1.0 / (1.0 + s * lam), s / (1.0 + s * lam)  # prox(v) = shrink v + push b, in A_j's eigenbasis
     else:
-        # e steps u <- u - a (s grad f(u) + u - v) from u = v: the error to the prox shrinks by r = 1 - a (1 + s
-        # lambda).
+        # e steps u <- u - a (s grad f(u) + u - v) from u = v: each multiplies the distance to the prox by
+        # r = 1 - a (1 + s lambda).
         a = 1.0 / (1.0 + s * (mu + L) / 2.0)
         left = (1.0 - a * (1.0 + s * lam)) ** local_steps
         shrink, push = left + (1.0 - left) / (1.0 + s * lam), (1.0 - left) * s / (1.0 + s * lam)

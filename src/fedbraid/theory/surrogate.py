@@ -80,7 +80,8 @@ def theta_maml(steps: int) -> Theta:
     """Exact MAML with K inner steps: Theta_{2K+1} on quadratics (Theorem 2).
 
     With a proximal term the inner steps end at ``c + J (x - c)``, ``J = (alpha + lambda r^K) / (lambda + alpha)``, so
-    the distortion is ``J^2``; for alpha = 0 that is ``r^(2K)``, which is Theta_{2K+1}. With alpha > 0 it is not.
+    the distortion is ``J^2``. For alpha = 0 that is ``r^(2K)``, which is Theta_{2K+1}. For alpha > 0 it differs from
+    Theta_{2K+1}.
 
     >>> distortion([2.0], gamma=0.1, theta=theta_maml(3)) == distortion([2.0], gamma=0.1, theta=theta_last(7))
     array([ True])

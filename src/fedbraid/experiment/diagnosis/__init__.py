@@ -1,6 +1,6 @@
 """Advice for a configuration from the constants of its data.
 
-- `measurement`: `diagnose` trains for a few rounds, estimates the constants along the way and tries single rounds;
+- `measurement`: `diagnose` trains for a few rounds, estimates the constants at some of them and tries single rounds;
 - `advice`: `advise` turns constants and those trials into sentences and settings, without running anything;
 - `verification`: `verify` trains with the configured and with the advised settings;
 - `picture`: `diagnosis_figure` draws a diagnosis.

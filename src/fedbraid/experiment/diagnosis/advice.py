@@ -1,6 +1,6 @@
-"""Advice from estimated constants and from rounds tried: which settings are safe, what limits a round, what to try.
+"""Advice from estimated constants and from trial rounds: which settings are safe, what limits a round, what to try.
 
-`advise` is arithmetic, so it can be tested without a run. Every sentence names the result it rests on.
+`advise` is arithmetic, so it can be tested without a run. Every sentence names the result on which it is based.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Probe(NamedTuple):
 
 
 class Sentence(NamedTuple):
-    """One sentence of advice and the result that it rests on."""
+    """One sentence of advice and the result on which it is based."""
 
     text: str
     source: str
@@ -55,7 +55,7 @@ class Sentence(NamedTuple):
 
 @dataclass(frozen=True)
 class Advice:
-    """Sentences, settings to try, and what is not known.
+    """Sentences, settings to try, and limitations.
 
     >>> from fedbraid.theory.constants import Estimate as E
     >>> c = Constants(
@@ -196,8 +196,8 @@ def _about_hessians(c: Constants, steps: int) -> Sentence:
     text = f"Client Hessians differ from their mean by up to delta = {c.delta.value:.2g}, with L = {c.L.value:.2g}"
     if ratio <= 1:
         text += (
-            ": delta is as large as L, so client Hessians share nothing, and drift correction gains little from more "
-            "than one local step."
+            ": delta is as large as L, so client Hessians share nothing. With drift correction, more than one local "
+            "step then helps little."
         )
     else:
         text += f": methods that correct drift (Mime, MVR) can use about L / delta, here {steps}, local steps."
@@ -230,7 +230,7 @@ def _about_probes(
         f"{steps / max(settings.steps, 1e-9):.2g} times the client work."
         + (f" A server step of {server:g} does better than 1." if server != 1.0 else "")
     )
-    source = f"measured; more local work pays while rounds are few: {TRADE_OFFS}, Section 4.3"
+    source = f"measured; more local steps help in the first rounds: {TRADE_OFFS}, Section 4.3"
     return [Sentence(text, source)], {"steps": steps, "server_lr": server}
 
 

@@ -1,4 +1,4 @@
-"""Measure along a short run: constants at a few rounds, and single rounds tried with other numbers of local steps."""
+"""Measurements in a short run: constants at a few rounds, and single rounds with other numbers of local steps."""
 
 from __future__ import annotations
 

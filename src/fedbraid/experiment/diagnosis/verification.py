@@ -20,8 +20,8 @@ def verify(
 ) -> dict[str, list[int | None]]:
     """Rounds until ``metric`` reaches ``target`` with the configured and with the advised settings.
 
-    One number per seed; None if a run does not reach the target. A metric for which lower is better reaches
-    it from above, any other from below. An example is in docs/theory/diagnose.md: it trains a model ten times.
+    One number per seed; None if a run does not reach the target. If lower is better, the target is reached when the
+    metric falls to it, otherwise when it rises to it. An example is in docs/theory/diagnose.md: it trains ten models.
     """
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}")

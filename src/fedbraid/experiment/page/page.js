@@ -369,7 +369,7 @@ function showCurves() {
   if (data.curves[metrics[0]].series.some((s) => s.seeds.length > 1)) {
     const each = make(controls, "button", { type: "button", "aria-pressed": "false" }, "each seed");
     each.onclick = () => { state.each = !state.each; each.setAttribute("aria-pressed", String(state.each)); view.again(); };
-    make(section, "p", { class: "note" }, "Lines are means over seeds, bands reach from the smallest to the largest value.");
+    make(section, "p", { class: "note" }, "Lines are means over seeds; bands go from the smallest to the largest value.");
   }
   section.insertBefore(view.host, controls.nextSibling);
   legend(section, state.hidden, view.again);
@@ -378,7 +378,7 @@ function showCurves() {
 function showTunings() {
   if (!data.tunings.length) return;
   const section = open("tunings");
-  make(section, "p", { class: "note" }, "Scores on a validation split of the training examples, at tuning seeds. The best point is ringed; crosses diverged.");
+  make(section, "p", { class: "note" }, "Scores on a validation split of the training examples, at tuning seeds. A ring marks the best point, crosses mark diverged points.");
   const grid = make(section, "div", { class: data.tunings.length > 1 ? "many" : "" });
   for (const tuning of data.tunings) {
     const box = make(grid, "div");

@@ -2,11 +2,11 @@
 
 Each assumption of a bound is *checked* (this code verified it for the given numbers or federation) or *assumed* (it
 could not be verified here, or the evidence contradicts it; the detail then says so). A bound is `proven` only if all
-its assumptions were checked. A condition that is clearly violated (a step size outside of its range) is refused, with
-the range.
+its assumptions were checked. A condition that is clearly violated (a step size outside its range) is an error that
+names the range.
 
 Evidence is given as ``evidence=``: a `QuadraticFederation`, on which all assumptions can be checked, or a `Constants`
-estimated from data (`fedbraid.theory.constants`), which can contradict convexity but never prove it.
+estimated from data (`fedbraid.theory.constants`), which can contradict convexity but cannot prove it.
 
 One module per paper: `charles_konecny`, `renard`, `elastic_aggregation`, `mime`.
 """

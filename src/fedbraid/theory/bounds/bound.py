@@ -80,7 +80,7 @@ def convexity(evidence: QuadraticFederation | Constants | None) -> Assumption:
         return Assumption(name, "assumed")
     low = evidence.mu_client_min.value
     if low < 0:
-        return Assumption(name, "assumed", f"but the data speaks against it: curvature {low:.3g} was found")
+        return Assumption(name, "assumed", f"but the data contradicts it: curvature {low:.3g} was found")
     return Assumption(
         name, "assumed", "no negative curvature found at the sampled points, which proves nothing elsewhere"
     )

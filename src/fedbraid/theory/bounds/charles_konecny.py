@@ -1,4 +1,4 @@
-"""Charles and Konecny: the distance between where local update methods stop and the true minimizer."""
+"""Charles and Konecny: the distance between the limit of local update methods and the true minimizer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def suboptimality_bound(
     if one and constant != "general":
         checks.append(Assumption("one dimension, where 2 C holds (Lemma 12)", "checked"))
     elif constant == "published":
-        gap = "its proof lets a sum of norms shrink when matrices are merged; crossing_pair exceeds 8 C Delta"
+        gap = "its proof has an error (merging matrices can reduce a sum of norms); crossing_pair exceeds 8 C Delta"
         checks.append(Assumption("Theorem 6 of the paper", "assumed", gap))
     elif constant == "conjectured":
         checks.append(Assumption("2 C suffices in every dimension", "assumed", "crossing_pair exceeds it"))

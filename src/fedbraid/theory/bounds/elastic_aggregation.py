@@ -1,4 +1,4 @@
-"""Elastic aggregation, supplement. Its analysis is that of FedAvg, after SCAFFOLD."""
+"""Bounds of the supplement of Elastic Aggregation. It analyses FedAvg, following the SCAFFOLD paper."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def aggregation_rate(
 
 
 def aggregation_lower_bound(*, rounds: int, mu: float, G: float, start: float) -> Bound:
-    """Theorem II: on `lower_bound_pair` averaging stays above this after R rounds of K > 1 steps, at any step sizes.
+    """Theorem II: after R rounds of K > 1 steps, averaging on `lower_bound_pair` is above this for any step sizes.
 
     ``x_R >= min(x_0 / 2, G / (512 mu R))`` and ``f = mu x^2 / 2``. The proof has 1/256 in the first of its two
     cases and slightly less in the second when R = 1; 1/512 covers both.
@@ -163,7 +163,7 @@ def _total_weight(a: float, rounds: int) -> float:
 
 
 class _Rate(NamedTuple):
-    """What the three cases of Theorem I have in common, by the paper's names."""
+    """The arguments that the three cases of Theorem I share, by the paper's names."""
 
     R: int
     K: int
@@ -208,7 +208,7 @@ def _setting(
     B2: float | None,
     mu: float,
 ) -> tuple[float, float, float, list[Assumption]]:
-    """beta, G^2 and B^2, read off the evidence where they are not given, and the status of the assumptions."""
+    """beta, G^2 and B^2, taken from the evidence if they are not given, and the status of the assumptions."""
     checks = [convexity(evidence)]
     if isinstance(evidence, QuadraticFederation):
         exact = 2.0 * float(np.mean(np.sum(evidence.client_gradients(evidence.minimizer) ** 2, axis=1)))

@@ -14,7 +14,7 @@ PAPER = "Karimireddy et al., Breaking the centralized barrier for cross-device f
 
 
 class _Setting(NamedTuple):
-    """The arguments of `mime_rounds`, by the paper's names; None is not given."""
+    """The arguments of `mime_rounds`, by the paper's names; None if not given."""
 
     algorithm: str
     epsilon: float
@@ -88,7 +88,7 @@ def _server_mvr(s: _Setting) -> _Row:
 
 
 def _client_mvr(s: _Setting) -> _Row:
-    """Mime and MimeLite with MVR: delta takes the place of L."""
+    """Mime and MimeLite with MVR: delta replaces L."""
     d, g2 = s.need("delta", s.delta), s.g2
     if s.algorithm == "mime_mvr":
         terms = _mvr_terms(s, d, g2)

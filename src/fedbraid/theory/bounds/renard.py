@@ -159,7 +159,7 @@ def _from_federation(
     sigma2: float | None,
     needs_zeta: bool,
 ) -> tuple[float, float, float, list[Assumption]]:
-    """Constants that are not given are read off the federation, and each is checked."""
+    """Constants that are not given are computed from the federation, and each is checked."""
     L = evidence.smoothness if smoothness is None else smoothness
     ok = evidence.smoothness <= L * (1 + 1e-12)
     checks = [Assumption("every F_i is L-smooth", "checked" if ok else "assumed", f"L = {evidence.smoothness:.6g}")]
@@ -198,7 +198,7 @@ def _from_constants(
     sigma2: float | None,
     needs_zeta: bool,
 ) -> tuple[float, float, float, list[Assumption]]:
-    """Constants that are not given are read off the estimates, where there are any; nothing can be checked."""
+    """Constants that are not given are taken from the estimates, if there are any; none of them can be checked."""
     if evidence is not None:
         smoothness = evidence.L_client_max.value if smoothness is None else smoothness
         zeta = evidence.zeta.value if zeta is None else zeta

@@ -1,7 +1,7 @@
 """The constants of your data: L, mu, sigma^2, G^2, B^2, zeta and delta at given parameters, with standard errors.
 
 For any ``loss(params, batch, key)`` that is a mean over the examples marked by ``batch["mask"]``, and any data grouped
-by client (`fedbraid.Split`). Clients are sampled. Their gradients are exact, their Hessians are seen through
+by client (`fedbraid.Split`). Clients are sampled. Their gradients are exact; their Hessians are used through
 Hessian-vector products. Extreme eigenvalues come from ARPACK's implicitly restarted Lanczos method
 (`scipy.sparse.linalg.eigsh`), which stops at a stated tolerance. Its loop runs on the host: one compiled product serves
 every eigenproblem, and no convolution is inside a compiled loop. Small models (up to ``dense`` parameters) get their

@@ -73,7 +73,7 @@ class _Spectra(NamedTuple):
 def curvature(
     flat_loss: Callable, x: Any, data: Clients, sample: Sample, options: Hessians, rng: np.random.Generator
 ) -> tuple[dict[str, Estimate], list[str]]:
-    """L, mu and delta of f and of its clients at ``x``, and notes on what limits them."""
+    """L, mu and delta of f and of its clients at ``x``, and notes on their limitations."""
     examples, _ = options.sized(x.size, len(sample.ids))
     products = _Products(flat_loss, x, data, sample, examples, rng)
     notes = []
@@ -159,7 +159,7 @@ class _Products:
         return np.asarray(self._client(self.x, jnp.asarray(v, self.x.dtype), self.batches[i]), np.float64)
 
     def mean(self, v: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-        """One client after the other: each product is large enough to fill the device, and memory holds one."""
+        """One client after the other: each product is large enough to fill the device, and memory is needed for one."""
         direction, total = jnp.asarray(v, self.x.dtype), jnp.zeros_like(self.x)
         for batch, w in zip(self.batches, self.weights if weights is None else weights, strict=True):
             total = self._add(total, self.x, direction, batch, float(w))

@@ -65,7 +65,7 @@ class Sample(NamedTuple):
         return Estimate(centre, math.sqrt(self.unseen * spread))
 
     def largest(self, values: np.ndarray, rng: np.random.Generator) -> Estimate:
-        """The maximum over the sample. Its error is a bootstrap estimate, which knows only the sampled values."""
+        """The maximum over the sample. Its error is a bootstrap estimate, which uses only the sampled values."""
         if self.unseen == 0 or len(values) < 2:
             return Estimate(float(np.max(values)))
         draws = rng.choice(values, (200, len(values))).max(1)

@@ -24,7 +24,7 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Constants:
-    """The result of `estimate`. ``str(constants)`` is a table; ``notes`` say what limits the estimates."""
+    """The result of `estimate`. ``str(constants)`` is a table; ``notes`` are the limitations of the estimates."""
 
     L: Estimate
     mu: Estimate
