@@ -135,8 +135,8 @@ class Feed:
         return jax.tree.map(lambda a: jax.make_array_from_process_local_data(where, a, (rows, *a.shape[1:])), arrays)
 
     def portions(self, first: int, stop: int) -> Iterator[Portion]:
-        """Streamed portions in order. A thread reads the next one while the current one is used."""
-        ready: queue.Queue[Portion | BaseException | None] = queue.Queue(maxsize=2)
+        """Streamed portions in order. A thread reads the next ones while the current one is used."""
+        ready: queue.Queue[Portion | BaseException | None] = queue.Queue(maxsize=self.options.ahead)
         done = threading.Event()
 
         def offer(item: Portion | BaseException | None) -> None:

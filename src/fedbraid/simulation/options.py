@@ -31,6 +31,7 @@ class EngineOptions(LoweringOptions):
         halved and the round repeated.
     devices: devices of each host to use; None uses all.
     data_in: "device" copies all examples to the devices, "host" streams each cohort; "auto" copies if they fit.
+    ahead: cohorts of streamed examples that are gathered while another one trains.
     states_in: where client states are kept: "device", "host" (memory), or the path of a folder; "auto" chooses.
 
     >>> EngineOptions(plan="lanes", chunk=8).chunk
@@ -42,6 +43,7 @@ class EngineOptions(LoweringOptions):
     devices: int | None = None
     data_in: Literal["auto", "device", "host"] = "auto"
     states_in: str | Path = "auto"
+    ahead: int = 2
 
     __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}  # configurations refuse unknown keys
 
@@ -52,6 +54,7 @@ class EngineOptions(LoweringOptions):
         if self.devices is not None:
             check_count("devices", self.devices)
         check_choice("data_in", self.data_in, PLACES)
+        check_count("ahead", self.ahead)
 
     @property
     def states_folder(self) -> Path | None:
