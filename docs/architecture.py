@@ -16,9 +16,9 @@ PLACES = {
     "flower": (260, 1),
     "reproduce": (520, 1),
     "experiment": (390, 2),
-    "fedbraid": (330, 3),
-    "simulation": (410, 4),
-    "costs": (330, 5),
+    "fedbraid": (305, 3),
+    "simulation": (440, 4),
+    "costs": (230, 5),
     "models": (628, 5),
     "theory": (760, 5),
     "algorithms": (70, 6),
@@ -26,13 +26,13 @@ PLACES = {
     "data": (330, 6),
     "lowering": (485, 6),
     "local": (265, 7),
-    "metric": (635, 7),
+    "metric": (578, 7),
     "drawing": (775, 7),
     "core": (140, 8),
     "notices": (270, 8),
-    "address": (407, 8),
-    "problems": (545, 8),
-    "units": (680, 8),
+    "address": (420, 8),
+    "problems": (665, 8),
+    "units": (650, 3),
 }
 STATIONS = (  # the way of a run: what, where, and a word on it
     ("configuration", "experiment", "TOML and --set, checked"),
@@ -108,7 +108,7 @@ def draw(table: dict[str, set[str]]) -> str:
         parts += [_box(x, y, BOX, HIGH, "room"), _text(x, y + 5, room, "name")]
     x, step = LEFT + 190, 112
     parts.append(_text(x, 40, "the way of a run", "title"))
-    parts.append(_text(110, 40, "who may import whom", "title"))
+    parts.append(_text(135, 40, "who may import whom", "title"))
     for i, (what, where, about) in enumerate(STATIONS):
         y = 100 + i * step
         parts += [_box(x, y, 250, 64, "station"), _text(x, y - 10, what, "name")]
