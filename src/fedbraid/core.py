@@ -60,7 +60,7 @@ class Up(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a client function returns: the upload, how much it counts, and what stays on the client."""
+    """What a client function returns: the upload, its weight, the client's new state, and metrics."""
 
     up: PyTree
     weight: Scalar
@@ -69,32 +69,33 @@ class Report(NamedTuple):
 
 
 class Aggregate(NamedTuple):
-    """What ``receive`` is given: the reduced uploads, and who they came from."""
+    """What ``receive`` is given: the reduced uploads, their total weight and number, and the number of clients."""
 
     up: PyTree
     weight: Scalar  # total weight of the uploads that arrived
     count: Scalar  # number of uploads that arrived
-    population: Scalar  # number of clients there are: SCAFFOLD's N
+    population: Scalar  # number of all clients: SCAFFOLD's N
 
 
 def same(up: PyTree) -> PyTree:
-    """The decoding of uploads that arrive in the algorithm's own form."""
+    """The identity: decodes uploads that are not encoded."""
     return up
 
 
 class Reducer(NamedTuple):
-    """How uploads become one: ``finish(sum of lift(up, weight), total weight, count)``.
+    """How uploads are reduced to one: ``finish(sum of lift(up, weight), total weight, count)``.
 
-    kind: "sum" adds the lifted uploads. "gather" stacks them, and ``weight`` is the vector of their weights, 0 for
-        those that did not arrive: rank rules (median, Krum) need to see them all.
-    mean: which mean of the decoded uploads it is: "weighted"; "uniform-aux" averages the aux without weights; "none".
+    kind: "sum" adds the lifted uploads. "gather" stacks them, because rank rules (median, Krum) need all of them. Then
+        ``weight`` is the vector of their weights, 0 for uploads that did not arrive.
+    mean: which mean of the decoded uploads the result is: "weighted"; "uniform-aux" (the mean of the aux has no
+        weights); "none" if it is not a mean.
     """
 
     lift: Callable  # (up, weight) -> summand; it decodes the upload first
     finish: Callable  # (combined, weight, count) -> reduced up
     kind: Literal["sum", "gather"] = "sum"
     mean: Literal["weighted", "uniform-aux", "none"] = "none"
-    decode: Callable = same  # (up) -> up in the algorithm's own form
+    decode: Callable = same  # (up) -> up without the encoding of transforms
 
 
 def _weighted(up: PyTree, weight: Scalar) -> PyTree:
@@ -108,20 +109,20 @@ def _divide(total: PyTree, weight: Scalar, count: Scalar) -> PyTree:
 
 
 MEAN = Reducer(_weighted, _divide, mean="weighted")
-"""The weighted mean of the uploads that arrived; weights re-normalise by themselves."""
+"""The weighted mean of the uploads that arrived, divided by the total weight of those."""
 
 
 def keep(state: PyTree, meant: PyTree, decoded: PyTree) -> PyTree:
-    """The reconciliation of a client whose state does not depend on its upload as the server decoded it."""
+    """The ``reconcile`` of clients whose state does not depend on how the server decodes their uploads."""
     del meant, decoded
     return state
 
 
 def finite(up: PyTree) -> Scalar:
-    """Whether every number of an upload is finite: the default admission to the reduction."""
+    """Whether every number of an upload is finite: the default ``admit`` of an exchange."""
     floats = [leaf for leaf in jax.tree.leaves(up) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    # First the largest along the last axis. A GPU gives the rest of the reduction to one block per client, which is
-    # slow for a large upload. On a CPU a maximum, which propagates NaN, is twice as fast as testing each number.
+    # Reduce the last axis first. A GPU gives the rest of the reduction to one block per client, which is slow for a
+    # large upload. On a CPU a maximum, which propagates NaN, is twice as fast as testing each number.
     largest = [jnp.max(jnp.abs(leaf), axis=-1 if leaf.ndim else None, initial=0) for leaf in floats]
     return jnp.all(jnp.stack([jnp.all(rows < jnp.inf) for rows in largest])) if floats else jnp.array(True)
 
@@ -129,10 +130,10 @@ def finite(up: PyTree) -> Scalar:
 class Exchange(NamedTuple):
     """One message from the server to a cohort, and the uploads that come back.
 
-    keeps: the parts of its upload on which a client's next state depends. If the server decodes them to other values
-        than the client meant, ``reconcile`` corrects the state, so that both sides agree (as in c = mean c_i).
-    sealed: a promise about the uploads exactly as they leave the clients (see ``transforms.dp``): transforms that would
-        change them refuse to.
+    keeps: the parts of its upload on which a client's next state depends. If the server decodes other values than the
+        client encoded, ``reconcile`` corrects the state, so that both sides agree (as in c = mean c_i).
+    sealed: a guarantee about the uploads exactly as clients send them (see ``transforms.dp``). Transforms that would
+        change such uploads are refused.
     """
 
     name: str
@@ -140,9 +141,9 @@ class Exchange(NamedTuple):
     client: Callable  # (down, client_state, data, key) -> Report; often a LocalWork
     receive: Callable  # (server, Aggregate, key) -> server
     reducer: Reducer = MEAN
-    reconcile: Callable = keep  # (client_state, meant Up, Up as decoded by the server) -> client_state
+    reconcile: Callable = keep  # (client_state, Up before encoding, Up as decoded by the server) -> client_state
     cohort: Literal["fresh", "same"] = "fresh"
-    admit: Callable = finite  # (up) -> bool: an upload refused here counts as not arrived
+    admit: Callable = finite  # (up) -> bool: False means that the upload counts as not arrived
     keeps: tuple[Literal["pseudograd", "aux"], ...] = ()
     sealed: Any = None
 
@@ -157,7 +158,7 @@ class Algorithm(NamedTuple):
 
 
 def reduce_reports(reducer: Reducer, ups: PyTree, weights: Any) -> tuple[PyTree, Any, Any]:
-    """Reduce stacked uploads ``[n, ...]``: (reduced up, total weight, count). Absent ones have weight 0.
+    """Reduce stacked uploads ``[n, ...]`` to (reduced up, total weight, count). Absent uploads have weight 0.
 
     >>> up, weight, count = reduce_reports(MEAN, {"w": jnp.array([1.0, 5.0, 9.0])}, jnp.array([1.0, 3.0, 0.0]))
     >>> float(up["w"]), float(weight), int(count)
@@ -175,14 +176,14 @@ def reduce_reports(reducer: Reducer, ups: PyTree, weights: Any) -> tuple[PyTree,
 
 
 def is_traced(value: Any) -> bool:
-    """Whether a value is known only when the program runs."""
+    """Whether a value is a tracer: known only when the program runs."""
     return isinstance(value, Tracer)
 
 
 def check_number(
     name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, open_low=False, open_high=False
 ) -> Any:
-    """``value`` if it is a number in the range, else a ValueError that names the argument, the value and the range."""
+    """``value`` if it is a number in the range; else raise a ValueError with the argument, the value and the range."""
     if is_traced(value):
         return value
     left, right = "(" if open_low else "[", ")" if open_high else "]"
@@ -204,11 +205,11 @@ class StaticValueError(ValueError):
 
 def _refuse_tracer(name: str, value: Any) -> None:
     if is_traced(value):
-        raise StaticValueError(f"{name} decides the program's shape: it cannot be traced, give a plain value")
+        raise StaticValueError(f"{name} decides the program's shape: it cannot be traced, pass a Python value")
 
 
 def check_count(name: str, value: Any, *, low: int = 1) -> int:
-    """``value`` as an int if it is a whole number of at least ``low``: counts and shapes are static, never traced."""
+    """``value`` as an int if it is a whole number of at least ``low``. Counts and shapes are static: tracers fail."""
     _refuse_tracer(name, value)
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < low:
         raise ValueError(f"{name} must be a whole number of at least {low}, got {value!r}")
@@ -232,7 +233,7 @@ def is_zero(value: Any) -> bool:
 
 
 class StructureError(ValueError):
-    """An algorithm whose parts do not fit together; names the exchange and the leaf."""
+    """An algorithm whose parts do not fit together. The message names the exchange and the leaf."""
 
 
 def _describe(leaf: Any) -> str:
@@ -255,7 +256,7 @@ def _check_arrays(params: PyTree) -> None:
         if not (hasattr(leaf, "shape") or isinstance(leaf, int | float | complex)):
             raise StructureError(
                 f"params{jax.tree_util.keystr(path)} is {leaf!r}, a {type(leaf).__name__}: parameters must be arrays. "
-                "For a module that holds more than arrays take fedbraid.models.from_equinox(module), its init and loss"
+                "For a module that holds more than arrays, use init and loss of fedbraid.models.from_equinox(module)"
             )
 
 
@@ -293,9 +294,9 @@ class MessageShapes(NamedTuple):
 
 
 def message_shapes(alg: Algorithm, params: PyTree, data: PyTree) -> tuple[MessageShapes, ...]:
-    """The messages of every exchange by ``jax.eval_shape``, having checked that all parts fit.
+    """Check that all parts of an algorithm fit, and return the messages of every exchange, by ``jax.eval_shape``.
 
-    ``data`` is a client's data as a client function is given it: a ``ClientData`` of arrays or of shapes.
+    ``data`` is the argument of a client function: a ``ClientData`` of arrays or of shapes.
     """
     _check_arrays(params)
     key = jax.eval_shape(lambda: jax.random.key(0))

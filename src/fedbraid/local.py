@@ -1,12 +1,12 @@
 """Local work: how a client goes over its own batches, and how it differentiates a loss.
 
-Client code never slices data. Shuffling, epochs or steps, the last partial batch, masks and held-out slices live here,
-in one place that serves the simulator's flat arrays and a deployed client's own arrays. A client built with
-:func:`local_work` can be called (it folds over its batches) or taken apart by an engine that runs the steps of many
-clients together.
+Client code never slices data. Shuffling, epochs or steps, the last partial batch, masks and held-out slices are here.
+The same code serves the simulator's flat arrays and a deployed client's own arrays. A client built with
+:func:`local_work` can be called (it folds over its batches). An engine can also take it apart, and run the steps of
+many clients together.
 
-Client code differentiates with :func:`value_and_grad` and :func:`grad`: jax's, of a loss that an engine may rewrite
-first (see :func:`rewriting`), for instance to replace slow operations by fast ones.
+Client code differentiates with :func:`value_and_grad` and :func:`grad`. They are jax's functions, but an engine may
+first rewrite the loss (see :func:`rewriting`), for example to replace slow operations by fast ones.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
 
 PyTree = Any
 MASK = "mask"
-BYZANTINE = "byzantine"  # the field that says which clients lie; see fedbraid.data.mark
+BYZANTINE = "byzantine"  # the field that marks attackers; see fedbraid.data.mark
 
 
 class Clients(Protocol):
@@ -67,7 +67,7 @@ class Clients(Protocol):
 
 # --- derivatives: the one place where an engine may change a loss ----------------------------------------------------
 
-_rewrite = jax.make_user_context(None)  # a part of the key of jax's caches: no program is reused under another rewrite
+_rewrite = jax.make_user_context(None)  # part of the key of jax's caches: each rewrite compiles its own program
 
 
 def rewriting(change: Callable[[Callable], Callable] | None) -> AbstractContextManager:
@@ -79,7 +79,7 @@ def rewriting(change: Callable[[Callable], Callable] | None) -> AbstractContextM
 
 
 def rewritten(function: Callable) -> Callable:
-    """``function`` as the engine wants it, for derivatives other than those below, such as Hessians."""
+    """``function`` as the engine rewrites it, for derivatives other than those below, such as Hessians."""
 
     def run(*args: Any) -> Any:
         change = _rewrite.value
@@ -111,8 +111,8 @@ def grad(loss: Callable) -> Callable:
 class ClientData:
     """One client's examples: rows ``offset`` to ``offset + size`` of flat arrays.
 
-    cap: a static bound on ``size``; work on all of a client's examples at once is padded to it.
-    preprocess: ``(batch, key, train) -> batch``, applied to every batch that is taken; hashable. None: no change.
+    cap: a static bound on ``size``. A batch of all of a client's examples is padded to it.
+    preprocess: ``(batch, key, train) -> batch``, applied to every batch; hashable. None changes nothing.
     """
 
     arrays: dict[str, Any]
@@ -128,9 +128,9 @@ class ClientData:
         return cls({k: jnp.asarray(v) for k, v in arrays.items()}, jnp.int32(0), jnp.int32(n), n)
 
     def rows(self, index: Any, valid: Any, key: Any = None) -> dict[str, Any]:
-        """The preprocessed batch of rows ``index`` (counted within the client); ``valid`` becomes the mask.
+        """The preprocessed batch of rows ``index`` (0 is the client's first row); ``valid`` becomes the mask.
 
-        key: of the preprocessing's random augmentation; None asks for none, as in evaluation.
+        key: for random augmentation; None means no augmentation, as in evaluation.
         """
         at = self.offset + jnp.where(valid, index, 0)
         batch = {name: jnp.take(a, at, axis=0, mode="clip") for name, a in self.arrays.items()}
@@ -138,7 +138,7 @@ class ClientData:
         return batch if self.preprocess is None else self.preprocess(batch, key, key is not None)
 
     def everything(self, key: Any = None) -> dict[str, Any]:
-        """All of the client's examples as one preprocessed batch, padded to ``cap``; ``key`` as in `rows`."""
+        """All of the client's examples as one preprocessed batch, padded to ``cap``. See `rows` for ``key``."""
         index = jnp.arange(self.cap, dtype=jnp.int32)
         return self.rows(index, index < self.size, key)
 
@@ -154,7 +154,7 @@ def masked_mean(values: Any, mask: Any) -> Any:
 
 
 def _mix(x: Any) -> Any:
-    """A 32-bit finaliser: every input bit reaches the top bit."""
+    """A 32-bit hash finaliser: every input bit changes the top bit."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)
@@ -164,11 +164,11 @@ SWAPS = 14  # enough that 240,000 permutations of 6 look uniform to a chi-square
 
 
 def shuffled(key: Any, position: Any, n: Any) -> Any:
-    """Element ``position`` of a random permutation of ``0 .. n-1``, without making the permutation.
+    """Element ``position`` of a random permutation of ``0 .. n-1``, without storing the permutation.
 
-    The swap-or-not shuffle (Hoang, Morris, Rogaway, 2012): in each round a position and its mirror image about a random
-    point change places, or not, by a hash of the pair. It is exact for every ``n``, traced or not, needs no memory and
-    no sort, and does not depend on padding, so the simulator and a deployed client agree.
+    The swap-or-not shuffle (Hoang, Morris, Rogaway, 2012): in each round, a hash of the pair decides whether a position
+    and its mirror image about a random point are swapped. It is exact for every ``n``, traced or not, and needs no
+    memory and no sort. It does not depend on padding, so the simulator and a deployed client agree.
 
     >>> import jax
     >>> sorted(int(i) for i in shuffled(jax.random.key(0), jnp.arange(7), 7))
@@ -200,7 +200,7 @@ class Batches:
     size: examples per batch; None takes all of a client's examples as one batch.
     epochs or steps: passes over the client's data, or a fixed number of local steps.
     shuffle: a new order in every epoch, from the client's key.
-    part: the slice of the client's examples to use, as fractions of its rows: (0, 0.8) and (0.8, 1) share nothing.
+    part: the slice of the client's examples to use, as fractions of its rows: (0, 0.8) and (0.8, 1) are disjoint.
     augment: whether the data's preprocessing augments these batches at random, as in training.
     """
 
@@ -222,7 +222,7 @@ class Batches:
         check_number("part[1]", high, low=low, high=1, open_low=True)
 
     def bounds(self, n: Any) -> tuple[Any, Any]:
-        """First row and number of rows used of a client's ``n`` (arrays or NumPy); never less than one row."""
+        """The first row and the number of rows that are used of a client's ``n``; at least one row."""
         low, high = self.part
         if (low, high) == (0.0, 1.0):
             return n * 0, n
@@ -244,7 +244,7 @@ class Batches:
     def take(self, data: ClientData, k: Any, key: Any, augmentation: Any = None) -> dict[str, Any]:
         """The client's batch number ``k``, preprocessed.
 
-        key: of the order of the examples. augmentation: key of the random augmentation; None asks for none.
+        key: for the order of the examples. augmentation: key for random augmentation; None means no augmentation.
         """
         start, n = self.bounds(data.size)
         augmentation = augmentation if self.augment else None
@@ -296,7 +296,7 @@ def batches_of(*, part: tuple[float, float] = (0.0, 1.0), **local: Unpack[LocalO
 
 
 def _cut(xp: Any, fraction: float, n: Any) -> Any:
-    """The row at a fraction of n, at least 1 for any positive fraction: a slice that exists is never empty."""
+    """The row at a fraction of n, at least 1 for any positive fraction, so that no slice is empty."""
     n, real = xp.asarray(n), jnp.result_type(float) if xp is jnp else float
     row = xp.floor(fraction * n.astype(real) + 1e-6).astype(n.dtype)
     return xp.maximum(row, 1) if fraction > 0 else row
@@ -306,7 +306,7 @@ class Fold(NamedTuple):
     """One pass over a client's batches, in three parts that an engine may run itself."""
 
     start: Callable  # (down, client_state, key) -> carry
-    step: Callable  # (carry, batch, key, down) -> carry; all clients share down, so it is no part of the carry
+    step: Callable  # (carry, batch, key, down) -> carry; down is not in the carry because all clients share it
     finish: Callable  # (carry, down, client_state, n) -> result
     batches: Batches
 
@@ -324,7 +324,7 @@ class Fold(NamedTuple):
         return self.start(down, state, jax.random.fold_in(key, 0))
 
     def advance(self, carry: PyTree, k: Any, down: PyTree, data: ClientData, key: Any) -> PyTree:
-        """Step number ``k``: the batch and the randomness it gets depend on ``k`` and the client's key alone."""
+        """Step number ``k``. Its batch and its random numbers depend only on ``k`` and the client's key."""
         step_key = jax.random.fold_in(jax.random.fold_in(key, 2), k)
         batch = self.batches.take(data, k, jax.random.fold_in(key, 1), step_key)
         return self.step(carry, batch, step_key, down)
@@ -341,7 +341,7 @@ def _only(results: tuple, down: PyTree, state: PyTree, key: Any) -> Report:
 
 @dataclass(frozen=True)
 class LocalWork:
-    """A client function made of folds over its batches, run one after the other, and what is reported of them."""
+    """A client function: folds over its batches, run one after the other, and a report made of their results."""
 
     folds: tuple[Fold, ...]
     combine: Callable = _only  # (results of the folds, down, client_state, key) -> Report
@@ -351,15 +351,15 @@ class LocalWork:
         return self.report(results, down, state, key)
 
     def fold_key(self, key: Any, i: int) -> Any:
-        """The randomness of fold ``i`` of a client's work."""
+        """The random key of fold ``i``."""
         return jax.random.fold_in(key, i)
 
     def report(self, results: tuple, down: PyTree, state: PyTree, key: Any) -> Report:
-        """What the client sends, from the results of its folds."""
+        """The client's report, from the results of its folds."""
         return self.combine(results, down, state, jax.random.fold_in(key, len(self.folds)))
 
     def count(self, n: Any) -> Any:
-        """Local steps of a client that has ``n`` examples, over all folds."""
+        """The number of local steps of a client that has ``n`` examples, over all folds."""
         return sum(f.batches.count(n) for f in self.folds)
 
 
@@ -369,7 +369,7 @@ def local_work(start: Callable, step: Callable, finish: Callable, batches: Batch
 
 
 def map_work(alg: Algorithm, change: Callable[[Callable], Callable]) -> Algorithm:
-    """``alg`` with its clients' work changed: their local steps, or the whole client if it is not made of steps."""
+    """``alg`` with ``change`` applied to its clients' local steps, or to the whole client if it has no steps."""
 
     def changed(client: Callable) -> Callable:
         if not isinstance(client, LocalWork):

@@ -143,7 +143,7 @@ def test_torch_style_sets_and_tables():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: from_arrays({"x": X, "y": Y[:-1]}, clients=2), "one length"),
+        (lambda: from_arrays({"x": X, "y": Y[:-1]}, clients=2), "equal length"),
         (lambda: from_arrays({}, clients=2), "non-empty"),
         (lambda: from_arrays({"x": X}, {"y": Y}, clients=2), "must agree"),
         (lambda: from_arrays({"x": X}, {"x": X}, clients=2, test_fraction=0.1), "not both"),

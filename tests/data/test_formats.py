@@ -350,7 +350,7 @@ def test_leaf_bad_files(tmp_path):
     good = {"f1": writer_(2)}
     cut = case("cut", good) / "train" / "a.json"
     cut.write_bytes(cut.read_bytes()[:-200])
-    refused("a.json: not valid JSON, cut in the middle", "leaf", tmp_path / "cut", out)
+    refused("a.json: not valid JSON, maybe cut short", "leaf", tmp_path / "cut", out)
     packed = case("gz", good) / "train" / "a.json"
     (packed.parent / "a.json.gz").write_bytes(gzip.compress(packed.read_bytes())[:-30])
     packed.unlink()

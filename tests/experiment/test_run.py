@@ -163,7 +163,7 @@ def test_a_run_folder_is_never_overwritten(env, whole):
         (["arrival.drop=1.5"], ["arrival.drop", "1.5"]),
         (["attack.share=1"], ["attack.share", "less than 1"]),
         (["attack.factor=nan"], ["attack.factor", "finite"]),
-        (["attack.share=0.001"], ["attack.share", "0.001 of 50 clients is nobody", "0.02"]),
+        (["attack.share=0.001"], ["attack.share", "0.001 of 50 clients marks none", "0.02"]),
         (["algorithm.name=fedavgg"], ["'fedavgg'", "did you mean 'fedavg'"]),
         (["algorithm.client_rate=0.1"], ["'client_rate'", "client_lr"]),
         (["algorithm.client_lr=-0.1"], ["client_lr", "-0.1"]),

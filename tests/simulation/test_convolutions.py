@@ -120,7 +120,7 @@ def test_precision_reaches_every_product_of_a_client_and_changes_nothing_on_a_cp
     assert products > 3
     assert program("bfloat16").count("BF16_BF16_F32") == products
     assert program("float32").count("HIGHEST") >= products
-    with told("precision='bfloat16' changes nothing on a CPU"):
+    with told("precision='bfloat16' has no effect on a CPU"):
         runs = [
             fb.simulate(fb.fedavg(loss, batch_size=4), PARAMS, split(), rounds=1, cohort=2, precision=how).params
             for how in ("default", "float32", "bfloat16")

@@ -346,11 +346,11 @@ def check_same(a, b, rtol=1e-5):
         (lambda: fb.fedprox(MODEL.loss, client_lr=0.3, alpha=0.5, batch_size=BATCH, epochs=2), None),
         (
             lambda: fb.scaffold(MODEL.loss, client_lr=0.3, batch_size=BATCH, epochs=2),
-            "matrices='grown' changes nothing.*(12, 20).*: whole, a step does more than multiply it",
+            "matrices='grown' has no effect.*(12, 20).*: whole, a step does more than multiply it",
         ),
         (
             lambda: fb.fomaml(MODEL.loss, client_lr=0.3, batch_size=BATCH, epochs=2),
-            "matrices='grown' changes nothing.*(12, 20).*: whole, a step uses its gradient elsewhere too",
+            "matrices='grown' has no effect.*(12, 20).*: whole, a step uses its gradient elsewhere too",
         ),
     ],
     ids=["fedavg", "fedprox", "scaffold", "fomaml"],
@@ -363,7 +363,7 @@ def test_a_run_is_the_same(make, notice, sizes):
 
 def test_a_choice_that_changes_nothing_is_said():
     alg = fb.fedavg(MODEL.loss, client_lr=0.3, batch_size=BATCH)
-    with told("matrices='grown' changes nothing: matrices grow on lanes only"):
+    with told("matrices='grown' has no effect: it needs the plan 'lanes'"):
         fb.simulate(alg, PARAMS, split(ALIKE), rounds=1, plan="sequential", matrices="grown")
 
 

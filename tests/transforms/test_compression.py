@@ -235,7 +235,7 @@ def test_bad_arguments_are_refused(make, word):
         (lambda alg: top_k(quantize(alg)), "innermost"),
         (lambda alg: top_k(quantize(alg), error_feedback=False), "inside"),
         (lambda alg: quantize(top_k(alg, error_feedback=False, fraction=0.1), error_feedback=True), "innermost"),
-        (lambda alg: dp(quantize(alg), where="clients", shares=3), "cannot carry"),
+        (lambda alg: dp(quantize(alg), where="clients", shares=3), "cannot add Gaussian noise"),
     ],
 )
 def test_stacks_that_make_no_sense_are_refused_before_anything_compiles(make, word):

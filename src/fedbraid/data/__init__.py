@@ -1,4 +1,4 @@
-"""Federated data: stores, the published formats, the papers' partitions, preprocessing inside the compiled step."""
+"""Federated data: stores, published formats, partitions, and preprocessing inside the compiled step."""
 
 from fedbraid.data.byzantine import mark
 from fedbraid.data.catalog import CATALOG, load, repartition

@@ -1,4 +1,4 @@
-"""Which clients lie, written into the data: for experiments with ``fedbraid.transforms.attack``."""
+"""Mark attackers in the data, for experiments with ``fedbraid.transforms.attack``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Data = TypeVar("Data", FederatedData, Split)
 
 
 def mark(data: Data, clients: Sequence[int] | float, *, seed: int = 0) -> Data:
-    """The data with some clients marked as Byzantine: those listed, or a share of them drawn at random.
+    """The data with some clients marked as Byzantine: those listed, or a random share of all clients.
 
     >>> split = Split.from_clients([{"x": np.zeros((2, 1))}, {"x": np.ones((1, 1))}])
     >>> mark(split, [1]).arrays["byzantine"].tolist()
@@ -42,11 +42,11 @@ def _chosen(clients: Sequence[int] | float, population: int, seed: int) -> Any:
         check_number("clients", clients, low=0, high=1)
         many = round(clients * population)
         if clients and not many:
-            raise ValueError(f"a share of {clients} of {population} clients is nobody; give at least {1 / population}")
+            raise ValueError(f"a share of {clients} of {population} clients marks none; give at least {1 / population}")
         return np.random.default_rng(seed).choice(population, many, replace=False)
     ids = np.asarray(clients, dtype=int)
     if ids.size and (ids.min() < 0 or ids.max() >= population):
-        raise ValueError(f"clients must be numbers from 0 to {population - 1}, or a share of them, got {clients}")
+        raise ValueError(f"clients must be indices from 0 to {population - 1}, or a share of them, got {clients}")
     return ids
 
 

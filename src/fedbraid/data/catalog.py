@@ -1,12 +1,13 @@
 """Data sets by name, as configs write them: ``load("digits", partition="dirichlet", alpha=0.3, clients=50)``.
 
-A set that does not ship takes ``path``: a store written by ``fedbraid data import``, or the raw files themselves.
-Options that every set understands, beside those of its partition:
+A set that is not part of the package takes ``path``: a store written by ``fedbraid data import``, or the raw files.
+Every set takes these options, and those of its partition:
 
 - ``seed``: of the partition and of the shuffles;
-- ``test_fraction``, ``validation_fraction``: hold out rows of every client (the first where a set has no test part);
-- ``max_clients``: a random sample of the train clients, for a quick look;
-- ``preprocess``: a list of ``{"name": ..., options}`` in place of the set's own (see ``fedbraid.data.preprocess``).
+- ``test_fraction``: hold out rows of every client as the test split, for sets without one;
+- ``validation_fraction``: hold out rows of every client as the validation split;
+- ``max_clients``: use a random sample of the train clients, for quick tests;
+- ``preprocess``: a list of ``{"name": ..., options}`` that replaces the set's own (see ``fedbraid.data.preprocess``).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Entry(NamedTuple):
     load: Callable[..., FederatedData]  # (defaults, **options)
     defaults: Mapping[str, Any]
     about: str
-    get: str = ""  # how to get its files; empty when it needs none
+    get: str = ""  # how to get its files; empty if it needs none
 
 
 def load(name: str, **options: Any) -> FederatedData:
@@ -73,7 +74,7 @@ def repartition(
     seed: int = 0,
     **options: Any,
 ) -> FederatedData:
-    """Give data other clients: its rows are pooled and partitioned anew; ``None`` or "natural" keeps those it has.
+    """Pool the rows of all clients and partition them again. ``None`` or "natural" keeps the clients of the data.
 
     >>> pooled = load("digits")
     >>> repartition(pooled, partition="iid", clients=4).train.num_clients
@@ -112,7 +113,7 @@ def repartition(
 
 
 def _with_defaults(defaults: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options over defaults; a default that only another partition understands is left out."""
+    """Defaults overridden by options, without defaults that belong to another partition."""
     partition = options.get("partition") or defaults.get("partition")
     every = {option for name in PARTITIONERS for option in partition_options(name)} - {"seed"}
     known = partition_options(partition) if partition else {}
@@ -121,7 +122,7 @@ def _with_defaults(defaults: Mapping[str, Any], options: Mapping[str, Any]) -> d
 
 
 def _from_path(defaults: Mapping[str, Any], *, name: str | None = None, **options: Any) -> FederatedData:
-    """A store or raw files: natural clients stay unless a partition is asked for, plain sets get the default one."""
+    """A store or raw files. Natural clients stay unless ``partition`` is given; plain sets get the default one."""
     path = options.pop("path", None) or defaults["path"]
     source = open_source(path, import_options={"name": name})
     defaults = {k: v for k, v in defaults.items() if k != "path"}
@@ -141,7 +142,7 @@ def _shakespeare(
     if "x" in source.train.arrays:
         return repartition(source, seed=seed, **options)
     if "snippets" not in source.train.arrays:
-        raise ValueError(f"{path}: fields {sorted(source.train.arrays)}: no snippets, and no windows x and y either")
+        raise ValueError(f"{path}: fields {sorted(source.train.arrays)}: needs the field snippets, or windows x and y")
     rng = np.random.default_rng(seed)
 
     def windows(split: Split | None) -> Split | None:
@@ -208,7 +209,7 @@ def _validation(data: FederatedData, fraction: float, seed: int) -> FederatedDat
 
 def _take(split: Split, parts: list[np.ndarray]) -> Split:
     if any(isinstance(a, TextRows) for a in split.arrays.values()):
-        raise ValueError("text fields cannot be split; load the set by its catalog name, which makes tokens of them")
+        raise ValueError("text fields cannot be split; load the set by its catalog name, which turns them into tokens")
     made = Split.from_assignment(split.arrays, parts)
     return Split(made.arrays, made.offsets, split.ids)
 

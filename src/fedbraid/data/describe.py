@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 __all__ = ["client_label_counts", "plot_data", "summarize_data"]
 
-_ROWS_FOR_LABELS = 5_000_000  # with more rows, counting labels would read too much of the disk
+_ROWS_FOR_LABELS = 5_000_000  # with more rows, labels are not counted: it would read too much from disk
 
 
 def summarize_data(data: FederatedData) -> dict[str, Any]:
     """A JSON-ready summary.
 
-    ``clients`` are those that train and those set aside as unseen (a test split by other clients has its own count
-    under ``splits``); ``test_examples`` are those of the test split and of the unseen clients; ``sizes`` are the train
-    clients'. ``label_divergence`` is the mean total-variation distance between a client's label distribution and that
-    of all clients together: 0 if all clients have the same, near 1 if each has a label of its own. ``preprocess`` lists
+    ``clients`` counts clients that train and unseen clients. (If the test split has other clients, ``splits`` has their
+    number.) ``test_examples`` counts examples of the test split and of unseen clients. ``sizes`` are those of the train
+    clients. ``label_divergence`` is the mean total-variation distance between a client's label distribution and that of
+    all clients together: 0 if all clients have the same, near 1 if each has a label of its own. ``preprocess`` lists
     the steps from stored fields to a model's input.
 
     >>> from fedbraid.data.catalog import load
@@ -68,7 +68,7 @@ def _steps(preprocess: Preprocess | None) -> list[dict[str, Any]]:
 
 
 def client_label_counts(split: Split, label: str = "y") -> np.ndarray | None:
-    """Clients x labels counts, or None where there is no integer label per example (or too many rows to look at)."""
+    """Counts [clients, labels], or None if examples have no integer label or there are too many rows."""
     labels = split.arrays.get(label)
     if labels is None or labels.ndim != 1 or labels.dtype.kind not in "iu" or split.num_examples > _ROWS_FOR_LABELS:
         return None
@@ -90,10 +90,10 @@ def _split_numbers(split: Split) -> dict[str, Any]:
 
 
 def plot_data(data: FederatedData, *, max_clients: int = 400, title: str | None = None) -> Figure:
-    """A picture of a split: which labels each client holds (left) and how many examples it has (right).
+    """A picture of a split: the labels of each client (left) and its number of examples (right).
 
-    Clients are sorted by their most frequent label, so that skew shows as blocks along the diagonal; beyond
-    ``max_clients`` an even sample of them is drawn. Without labels only the sizes are shown.
+    Clients are sorted by their most frequent label, so that skew is visible as blocks along the diagonal. With more
+    than ``max_clients``, only every k-th client is shown. Without labels only the sizes are shown.
     """
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
@@ -111,7 +111,7 @@ def plot_data(data: FederatedData, *, max_clients: int = 400, title: str | None 
         order = np.lexsort((-own.max(1), own.argmax(1)))
         if many:
             order = order[np.linspace(0, len(order) - 1, max_clients).astype(int)]
-        norm = PowerNorm(0.5, vmin=0, vmax=1)  # shares are small when there are many labels
+        norm = PowerNorm(0.5, vmin=0, vmax=1)  # makes small shares visible: with many labels most shares are small
         image = left.imshow(
             own[order].T, aspect="auto", cmap="cividis", norm=norm, interpolation="nearest", origin="lower"
         )

@@ -1,4 +1,4 @@
-"""What must be known of federated data to build a model and an algorithm for it, without any of its examples."""
+"""The description of federated data, without its examples, from which a model and an algorithm are built."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy as np
 __all__ = ["DataDescription", "Preprocess"]
 
 Preprocess = Callable[[Mapping[str, Any], Any, bool], dict[str, Any]]
-"""``(batch, key, train) -> batch``: pure, and deterministic when ``train`` is False (then ``key`` may be None)."""
+"""``(batch, key, train) -> batch``: pure, and deterministic if ``train`` is False (then ``key`` may be None)."""
 
 
 @dataclass(frozen=True)
 class DataDescription:
     """Fields, labels, preprocessing and number of clients of a federated data set.
 
-    A ``FederatedData`` gives it (``data.description``), and so does the ``federation.toml`` of a deployed app, whose
-    sites hold their examples themselves. ``fedbraid.experiment.assembly.assemble`` builds a run from it.
+    It comes from a ``FederatedData`` (``data.description``), or from the ``federation.toml`` of a deployed app, whose
+    examples are on its sites. ``fedbraid.experiment.assembly.assemble`` builds a run from it.
 
     fields: shape and dtype of one example of each field, as stored.
     population: number of clients that train.
@@ -42,11 +42,11 @@ class DataDescription:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of one example of each field after preprocessing: what a model is sized by."""
+        """The shape of one example of each field after preprocessing. It sets the sizes of a model."""
         return {name: tuple(field.shape[1:]) for name, field in self._prepared().items()}
 
     def _prepared(self) -> Mapping[str, Any]:
-        """A batch of one example after preprocessing, as shapes: nothing is computed."""
+        """The shapes of a batch of one example after preprocessing; nothing is computed."""
         canonical = jax.dtypes.canonicalize_dtype
         batch = {name: jax.ShapeDtypeStruct((1, *f.shape), canonical(f.dtype)) for name, f in self.fields.items()}
         prepare = self.preprocess

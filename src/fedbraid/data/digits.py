@@ -1,7 +1,7 @@
 """The embedded data set: 1,797 handwritten digits of 8 x 8 pixels, values 0 to 16.
 
-Alpaydin & Kaynak, *Optical Recognition of Handwritten Digits*, UCI Machine Learning Repository (1998), CC BY 4.0; the
-part that scikit-learn also carries. Small enough to ship, real enough to show drift.
+Alpaydin & Kaynak, *Optical Recognition of Handwritten Digits*, UCI Machine Learning Repository (1998), CC BY 4.0. It is
+the part that scikit-learn also has: small enough for the package, and real data that shows client drift.
 """
 
 from __future__ import annotations

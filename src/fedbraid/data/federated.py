@@ -1,7 +1,7 @@
 """Federated data as the engine reads it: flat arrays sorted by client, with offsets.
 
-All examples of all clients lie in one array per field; client ``i`` owns rows ``offsets[i]`` to ``offsets[i + 1]``.
-Nothing is padded, and a field may be a memory map: it is an ordinary NumPy array to everything here.
+All examples of all clients are in one array per field. Client ``i`` has rows ``offsets[i]`` to ``offsets[i + 1]``.
+Nothing is padded. A field may be a memory map, which is used like any NumPy array.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from fedbraid.data.description import DataDescription, Preprocess, fields_of
 
-MASK = "mask"  # the field that batches carry beside the data's own
+MASK = "mask"  # the field that is added to batches
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Split:
 
     @classmethod
     def from_assignment(cls, arrays: Mapping[str, np.ndarray], parts: Sequence[np.ndarray], ids=()) -> Split:
-        """Rows ``parts[i]`` of plain arrays go to client ``i``: what a partitioner returns, applied."""
+        """Rows ``parts[i]`` of plain arrays go to client ``i``. ``parts`` is the result of a partitioner."""
         order = np.concatenate(parts) if len(parts) else np.zeros(0, np.int64)
         offsets = np.concatenate([[0], np.cumsum([len(p) for p in parts])]).astype(np.int64)
         return cls({name: np.asarray(a)[order] for name, a in arrays.items()}, offsets, tuple(ids))
@@ -82,11 +82,11 @@ class Split:
         return f"client {i} ({self.ids[i]})" if len(self.ids) else f"client {i}"
 
     def check(self, *, empty_ok: bool = False, finite: bool = True) -> None:
-        """Refuse what would fail later: bad offsets, empty clients, NaN. Names the client and the field."""
+        """Refuse bad offsets, empty clients and NaN, with an error that names the client and the field."""
         if not self.arrays:
             raise ValueError("the data has no fields")
         if MASK in self.arrays:
-            raise ValueError(f"the field name {MASK!r} is reserved for the batches' own mask; rename that field")
+            raise ValueError(f"the field name {MASK!r} is reserved for the mask of batches; rename that field")
         if self.offsets[0] != 0 or np.any(self.sizes < 0):
             raise ValueError("offsets must start at 0 and never decrease")
         if len(self.ids) and len(self.ids) != self.num_clients:
@@ -114,21 +114,21 @@ class Split:
                 )
 
 
-_OF_TRAIN = cast(Any, object())  # the default of FederatedData.preprocess: what the train split has
+_OF_TRAIN = cast(Any, object())  # the default of FederatedData.preprocess: that of the train split
 
 
 @dataclass(frozen=True)
 class FederatedData:
-    """What a run needs: a train split, and a test split by the same or by other clients.
+    """The data of a run: a train split, and a test split by the same or by other clients.
 
-    When ``test`` (or ``validation``) is by the same clients it lists them in the same order, empty ones included:
-    client ``i`` of one is client ``i`` of the other (``aligned`` says so). ``unseen`` holds clients that never train.
+    If ``test`` (or ``validation``) has the same clients, it lists them in the same order, empty ones included: client
+    ``i`` of one is client ``i`` of the other (``aligned`` is then True). ``unseen`` holds clients that never train.
 
     preprocess: ``(batch, key, train) -> batch``, from a batch of stored fields to the batch that a model reads
-        (``fedbraid.data.preprocess``). It leaves the mask alone. It is pure and runs inside the compiled step, because
-        stores keep small integers and augmentation must be fresh. With ``train=False`` it is deterministic and ``key``
-        may be None. All splits here carry it, so that ``data.train`` alone is prepared in the same way. By default it
-        is the train split's own; None means none.
+        (``fedbraid.data.preprocess``). It does not change the mask. It is pure and runs inside the compiled step,
+        because stores keep small integers and each step needs new augmentation. With ``train=False`` it is
+        deterministic and ``key`` may be None. All splits carry it, so that ``data.train`` alone is preprocessed in the
+        same way. The default is that of the train split; None means no preprocessing.
 
     >>> from fedbraid.data.preprocess import Pipeline
     >>> split = Split.from_clients([{"x": np.zeros((3, 2), np.uint8)}])
@@ -164,7 +164,7 @@ class FederatedData:
 
     @property
     def description(self) -> DataDescription:
-        """Fields, labels, preprocessing and number of clients: what a model and an algorithm are built from."""
+        """Fields, labels, preprocessing and number of clients, from which a model and an algorithm are built."""
         classes = self.info.get("classes")
         return DataDescription(
             fields=fields_of(self.train.arrays),
@@ -176,12 +176,12 @@ class FederatedData:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of one example as a model sees it, after preprocessing (which may crop, flatten or add features)."""
+        """Shapes of one example after preprocessing (which may crop, flatten or add features)."""
         return self.description.shapes
 
     @property
     def splits(self) -> dict[str, Split]:
-        """The splits there are, by name."""
+        """All splits of the data, by name."""
         named = {"train": self.train, "test": self.test, "validation": self.validation, "unseen": self.unseen}
         return {name: split for name, split in named.items() if split is not None}
 

@@ -1,4 +1,4 @@
-"""From raw files to a store: one call a format, the same report for all.
+"""Import raw files of any known format into a store, with one report for all formats.
 
 >>> import tempfile, pathlib
 >>> import numpy as np
@@ -29,7 +29,7 @@ __all__ = ["FORMATS", "Report", "import_data", "open_source", "sniff"]
 
 
 class Report(NamedTuple):
-    """What an import wrote: the store, its summary, and notes (counts that differ from the published ones)."""
+    """The result of an import: the store, its summary, and notes (counts that differ from the published ones)."""
 
     path: Path
     summary: dict[str, Any]
@@ -68,10 +68,10 @@ def import_data(
     overwrite: bool = False,
     **options: Any,
 ) -> Report:
-    """Read raw files of one format into a store; nothing is left behind when something is wrong with them.
+    """Read raw files of one format into a store. If they have an error, no store is written.
 
-    ``seed`` shuffles the rows within each client; ``name`` overrides the name that the format implies; the rest are the
-    format's own options.
+    ``seed`` shuffles the rows within each client. ``name`` overrides the name that the format implies. All other
+    arguments are the format's own options.
     """
     if kind not in FORMATS:
         raise ValueError(f"unknown format {kind!r}; known: {', '.join(FORMATS)}")
@@ -98,7 +98,7 @@ def import_data(
 
 
 def sniff(path: Path) -> str:
-    """The format of a file or folder, from its names.
+    """The format of a file or folder, recognised by file names.
 
     >>> sniff(Path("data.npz"))
     'npz'
@@ -129,10 +129,10 @@ def open_source(
     limit: int = 4 << 30,
     import_options: Mapping[str, Any] | None = None,
 ) -> FederatedData:
-    """A store as it is, or raw files read into memory; raw files above ``limit`` bytes must be imported first."""
+    """Open a store, or read raw files into memory. Raw files above ``limit`` bytes must be imported first."""
     root = Path(path)
     if not root.exists():
-        raise ValueError(f"{root}: no such file or folder; name a store or the raw files in path")
+        raise ValueError(f"{root}: no such file or folder; path must be a store or raw files")
     if root.is_dir() and is_store(root):
         return open_store(root, in_memory=in_memory)
     with unpacked(root) as folder:
@@ -142,7 +142,7 @@ def open_source(
         if size > limit:
             raise ValueError(
                 f"{root}: {size / 1e9:.1f} GB of raw files; import them once with "
-                f"`fedbraid data import {kind} {root} --out STORE` and name the store"
+                f"`fedbraid data import {kind} {root} --out STORE` and use the store as path"
             )
         with tempfile.TemporaryDirectory(prefix="fedbraid-") as scratch:
             import_data(kind, [folder], Path(scratch) / "store", **(import_options or {}))

@@ -1,7 +1,7 @@
-"""Split a plain data set over clients: pure index functions with a seed.
+"""Partition a plain data set over clients: pure functions of a seed that return row indices.
 
-Every partitioner returns one index array per client; together they hold every row exactly once, shuffled within the
-client. The recipes are those of the papers:
+Every partitioner returns one index array per client, shuffled within the client. Together they hold every row exactly
+once. The methods are those of the papers:
 
 - McMahan et al., *Communication-Efficient Learning of Deep Networks from Decentralized Data* (2017): ``iid``,
   ``shards``;
@@ -70,14 +70,15 @@ def dirichlet(
     retries: int = 200,
     seed: int = 0,
 ) -> Parts:
-    """Uneven label ratios drawn from a symmetric Dirichlet(``alpha``): small ``alpha``, few labels a client.
+    """Uneven label ratios drawn from a symmetric Dirichlet(``alpha``). Small ``alpha``: few labels per client.
 
-    ``per="class"`` (Yurochkin et al.): each class is cut over the clients in proportions drawn from Dirichlet(alpha);
-    the sizes vary too; drawn again, at most ``retries`` times, while a client has fewer than ``min_size`` rows.
+    ``per="class"`` (Yurochkin et al.): each class is divided among the clients in proportions drawn from
+    Dirichlet(alpha). The sizes vary, too. While a client has fewer than ``min_size`` rows, it draws again, at most
+    ``retries`` times.
 
-    ``per="client"`` (Hsu et al.; with ``sigma > 0`` the elastic aggregation paper's): each client has its own label
-    distribution from Dirichlet(alpha) and a size, equal or log-normal with ``sigma``, and draws that many rows without
-    replacement, leaving out the labels that are used up and renormalising the rest.
+    ``per="client"`` (Hsu et al.; with ``sigma > 0``, the elastic aggregation paper): each client has its own label
+    distribution from Dirichlet(alpha) and a size, equal or log-normal with ``sigma``. It draws that many rows without
+    replacement. Labels without rows left are removed and the other probabilities are renormalised.
 
     >>> parts = dirichlet(np.repeat([0, 1, 2], 20), clients=4, alpha=0.5)
     >>> sorted(np.concatenate(parts).tolist()) == list(range(60))
@@ -95,7 +96,7 @@ def dirichlet(
         )
     if min_size * clients > len(labels):
         raise ValueError(
-            f"min_size = {min_size} for {clients} clients needs more than the {len(labels)} rows there are"
+            f"min_size = {min_size} for {clients} clients needs more rows than the data has ({len(labels)})"
         )
     rng = _rng(seed)
     rows = _rows_by_label(labels, rng)
@@ -126,7 +127,7 @@ def _dirichlet_per_class(
 
 
 def _counts_per_client(rows: Parts, sizes: np.ndarray, alpha: float, rng: np.random.Generator) -> np.ndarray:
-    """Clients x labels: ``sizes[i]`` rows of client ``i`` by its own Dirichlet draw, until a label is used up."""
+    """Counts [clients, labels]: ``sizes[i]`` rows of client ``i`` from its own Dirichlet draw, without replacement."""
     left = np.array([len(r) for r in rows])
     counts = np.zeros((len(sizes), len(rows)), np.int64)
     log_p = _log_dirichlet(rng, alpha, counts.shape)
@@ -137,10 +138,10 @@ def _counts_per_client(rows: Parts, sizes: np.ndarray, alpha: float, rng: np.ran
 
 
 def shards(labels: np.ndarray, *, clients: int, per_client: int = 2, equal: bool = False, seed: int = 0) -> Parts:
-    """At most ``per_client`` labels a client: rows sorted by label are cut into shards, dealt at random.
+    """At most ``per_client`` labels per client: rows sorted by label are cut into shards, assigned at random.
 
     A label gets shards in proportion to its rows and no shard holds two labels, so that the bound on labels is strict.
-    ``equal=True`` is McMahan et al.'s own cut: shards of one size, some of which straddle two labels.
+    ``equal=True`` is the partition of McMahan et al.: shards of equal size, some of which hold two labels.
 
     >>> y = np.repeat([0, 1, 2, 3], 10)
     >>> max(len(set(y[p].tolist())) for p in shards(y, clients=4, per_client=2))
@@ -180,12 +181,12 @@ def pachinko(
     beta: float = 10.0,
     seed: int = 0,
 ) -> Parts:
-    """Pachinko allocation over coarse and fine labels: how CIFAR-100 became federated (500 clients x 100 images).
+    """Pachinko allocation over coarse and fine labels: the partition of federated CIFAR-100 (500 clients x 100 images).
 
-    Each client draws a distribution over coarse labels from Dirichlet(``alpha``) and, below each of them, one over its
-    fine labels from Dirichlet(``beta``). An example is drawn coarse label first, then fine label, then a row with that
-    label without replacement; a label that is used up leaves its distribution, which is renormalised.
-    ``size`` defaults to all rows shared equally, and clients x size must be the number of rows.
+    Each client draws a distribution over coarse labels from Dirichlet(``alpha``) and, for each of them, one over its
+    fine labels from Dirichlet(``beta``). For each example it draws a coarse label, then a fine label, then a row with
+    that label without replacement. A label without rows left is removed, and its distribution is renormalised.
+    ``size`` defaults to an equal share of all rows, and clients x size must be the number of rows.
 
     >>> fine = np.repeat(np.arange(4), 5)
     >>> [len(p) for p in pachinko(fine // 2, fine, clients=4, size=5)]
@@ -199,7 +200,7 @@ def pachinko(
     _check_positive("beta", beta)
     if size is not None and size * clients != len(fine):
         raise ValueError(
-            f"{clients} clients x size {size} = {clients * size} is not the {len(fine)} rows there are; "
+            f"{clients} clients x size {size} = {clients * size} must be the number of rows, {len(fine)}; "
             f"leave size out, or choose clients that divide {len(fine)}"
         )
     rng = _rng(seed)
@@ -207,7 +208,7 @@ def pachinko(
     parent = np.array([coarse[r[0]] for r in rows])
     for k, r in enumerate(rows):
         if np.any(coarse[r] != parent[k]):
-            raise ValueError(f"fine label {fine[r[0]]} lies under more than one coarse label: {np.unique(coarse[r])}")
+            raise ValueError(f"fine label {fine[r[0]]} has more than one coarse label: {np.unique(coarse[r])}")
     groups = [np.flatnonzero(parent == c) for c in np.unique(coarse)]
     left = np.array([len(r) for r in rows])
     sizes = _even(len(fine), clients)
@@ -223,7 +224,7 @@ def pachinko(
 
 
 def by_id(ids: Sequence[object] | np.ndarray) -> tuple[Parts, tuple[str, ...]]:
-    """Rows grouped by a natural id column (writer, role, user): parts in sorted order of the ids, and their names.
+    """Rows grouped by a natural id column (writer, role, user): the parts, sorted by id, and the ids as names.
 
     >>> parts, names = by_id(["b", "a", "b"])
     >>> names, [p.tolist() for p in parts]
@@ -248,7 +249,7 @@ def by_id(ids: Sequence[object] | np.ndarray) -> tuple[Parts, tuple[str, ...]]:
 
 
 def hold_out(parts: Parts, *, fraction: float, seed: int = 0) -> tuple[Parts, Parts]:
-    """Cut a fraction of every client's rows off for testing or validation; each client keeps at least one row.
+    """Hold out a fraction of every client's rows for testing or validation. Each client keeps at least one row.
 
     >>> train, test = hold_out([np.arange(10), np.array([10])], fraction=0.2)
     >>> [len(p) for p in train], [len(p) for p in test]
@@ -267,10 +268,10 @@ def hold_out(parts: Parts, *, fraction: float, seed: int = 0) -> tuple[Parts, Pa
 
 
 def match_labels(parts: Parts, labels: np.ndarray, test_labels: np.ndarray, *, seed: int = 0) -> Parts:
-    """Deal a separate test set to the clients so that each sees its own train label ratios; every test row once.
+    """Partition a separate test set so that each client has its own train label ratios. Every test row is used once.
 
     Test rows of a label go to clients in proportion to their train rows of that label (largest remainders). Each client
-    is then tested on the labels that it trains on. Test rows of a label without train rows are spread evenly.
+    is then tested on the labels that it trains on. Test rows of a label without train rows are distributed evenly.
 
     >>> y = np.array([0, 0, 0, 1, 1, 1])
     >>> [p.tolist() for p in match_labels([np.array([0, 1, 2]), np.array([3, 4, 5])], y, np.array([1, 1, 0, 1]))]
@@ -288,11 +289,11 @@ def match_labels(parts: Parts, labels: np.ndarray, test_labels: np.ndarray, *, s
     return [np.sort(np.concatenate(pieces)) for pieces in out]
 
 
-# ---------------------------------------------------------------- looking at a split
+# ---------------------------------------------------------------- summaries of a partition
 
 
 class Summary(NamedTuple):
-    """A split in numbers. ``divergence``: mean total-variation distance of a client's labels from those of all rows."""
+    """A partition in numbers. ``divergence``: mean total-variation distance between labels of a client and of all."""
 
     clients: int
     examples: int
@@ -334,7 +335,7 @@ def summarize(parts: Parts, labels: np.ndarray | None = None) -> Summary:
 
 
 def check_partition(parts: Parts, n: int) -> None:
-    """Raise unless every row 0 .. n-1 is used exactly once and no client is empty: the law of every partitioner."""
+    """Raise unless every row 0 .. n-1 is used exactly once and no client is empty. This holds for every partitioner."""
     seen = np.bincount(np.concatenate(parts), minlength=n)
     if len(seen) != n or np.any(seen != 1):
         row = int(np.argmax(seen != 1))
@@ -344,7 +345,7 @@ def check_partition(parts: Parts, n: int) -> None:
     _nonempty(parts, "partition")
 
 
-# ---------------------------------------------------------------- the parts they are made of
+# ---------------------------------------------------------------- functions that partitioners share
 
 
 def _rng(seed: int) -> np.random.Generator:
@@ -387,7 +388,7 @@ def log_normal_sizes(n: int, *, clients: int, sigma: float, min_size: int = 1, r
         raise ValueError(f"sigma must be non-negative and finite, got {sigma}")
     if min_size < 1 or min_size * clients > n:
         raise ValueError(
-            f"min_size = {min_size} for {clients} clients must lie between 1 and n / clients = {n / clients:g}"
+            f"min_size = {min_size} for {clients} clients must be between 1 and n / clients = {n / clients:g}"
         )
     return _apportion(np.exp(sigma * rng.standard_normal(clients)), n, least=min_size)
 
@@ -396,7 +397,7 @@ def _apportion(weights: np.ndarray, total: int, least: int = 0) -> np.ndarray:
     """Whole numbers with the given sum, proportional to the weights (largest remainders), none below ``least``."""
     weights = np.asarray(weights, float)
     low = np.zeros(len(weights), bool)
-    while True:  # those that would fall below `least` are fixed there; the rest share what is left
+    while True:  # shares that would fall below `least` are set to it; the others divide the remaining total
         share = np.where(low, 0.0, weights)
         share = share / share.sum() * (total - least * low.sum())
         fresh = ~low & (share < least)
@@ -412,8 +413,8 @@ def _apportion(weights: np.ndarray, total: int, least: int = 0) -> np.ndarray:
 def _log_dirichlet(rng: np.random.Generator, alpha: float, shape: tuple[int, ...]) -> np.ndarray:
     """Log of symmetric Dirichlet draws over the last axis.
 
-    In logarithms, because at small alpha most components underflow, and renormalising over the labels that are left
-    would divide by zero: Gamma(a) = Gamma(a + 1) U^(1/a).
+    Logarithms are needed because at small alpha most components underflow, and renormalising over the labels that are
+    left would divide by zero. They use Gamma(a) = Gamma(a + 1) U^(1/a).
     """
     log_gamma = np.log(rng.gamma(alpha + 1.0, size=shape)) + np.log(rng.random(shape)) / alpha
     log_gamma -= log_gamma.max(-1, keepdims=True)
@@ -421,11 +422,11 @@ def _log_dirichlet(rng: np.random.Generator, alpha: float, shape: tuple[int, ...
 
 
 def _draw_without_replacement(rng: np.random.Generator, m: int, log_p: np.ndarray, left: np.ndarray) -> np.ndarray:
-    """Counts of ``m`` draws from ``p`` where a label that is used up is removed and the rest renormalised.
+    """Counts of ``m`` draws from ``p``, where a label without rows left is removed and the rest is renormalised.
 
-    Drawing one at a time with removal is drawing from the first ``p`` and rejecting what is used up; so a whole
-    multinomial is drawn, capped at what is left, and only the excess is drawn again from the renormalised rest. The
-    counts have the same distribution as the loop over single draws.
+    Drawing one row at a time with removal is the same as drawing from the first ``p`` and rejecting labels without rows
+    left. So a whole multinomial is drawn and capped at the rows left, and only the excess is drawn again from the
+    renormalised rest. The counts have the same distribution as the loop over single draws.
     """
     counts = np.zeros(len(left), np.int64)
     while m:

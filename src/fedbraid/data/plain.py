@@ -1,4 +1,4 @@
-"""From plain arrays, a torch-style data set or a table to federated data: partition, hold out, name the clients."""
+"""Federated data from plain arrays, a torch-style data set or a table: partition, hold out, name the clients."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def from_arrays(
 
     ``partition`` is a name of ``fedbraid.data.partition`` (``iid``, ``dirichlet``, ``log-normal``, ``shards``,
     ``pachinko``) with its options, or ``"natural"`` with one id per row in ``ids``. The test split has the same clients
-    in the same order: a given ``test`` set is dealt in each client's own label ratios, otherwise ``test_fraction`` of
-    each client's rows is held out (a client always keeps one row to train on). Rows are shuffled within each client.
-    ``preprocess`` is the data's (see ``FederatedData``); "auto" divides ``x`` by 255 if it holds images in bytes, and
-    is None otherwise.
+    in the same order. A given ``test`` set is partitioned with each client's own label ratios. Otherwise
+    ``test_fraction`` of each client's rows is held out (a client always keeps one row to train on). Rows are shuffled
+    within each client. ``preprocess`` is that of ``FederatedData``. "auto" divides ``x`` by 255 if it holds uint8
+    images, and is None otherwise.
 
     >>> x, y = np.arange(20.0).reshape(10, 2), np.arange(10) % 2
     >>> data = from_arrays({"x": x, "y": y}, partition="iid", clients=2, test_fraction=0.2)
@@ -101,16 +101,16 @@ def _natural_parts(
 
 
 def _without_coarse(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The fields that clients keep: coarse labels are for the Pachinko partition only."""
+    """All fields but coarse labels, which only the Pachinko partition needs."""
     return {name: array for name, array in arrays.items() if name != "coarse"}
 
 
 def from_dataset(
     dataset: Any, test: Any = None, *, fields: Sequence[str] = ("x", "y"), **options: Any
 ) -> FederatedData:
-    """Partition a torch-style data set: anything with a length whose items are tuples (named by ``fields``) or dicts.
+    """Partition a torch-style data set: any object with a length and items, tuples (named by ``fields``) or dicts.
 
-    Options are those of ``from_arrays``. Tensors and images are taken through NumPy's array protocol.
+    Options are those of ``from_arrays``. Tensors and images are converted by NumPy's array protocol.
 
     >>> pairs = [(np.full(2, i), i % 2) for i in range(6)]
     >>> from_dataset(pairs, partition="shards", clients=2, per_client=1).train.arrays["y"].tolist()
@@ -194,7 +194,7 @@ def _columns(dataset: Any, fields: Sequence[str], name: str) -> dict[str, np.nda
 def partition_rows(
     n: int, arrays: Mapping[str, np.ndarray], *, partition: str, label: str = "y", seed: int = 0, **options: Any
 ) -> partitions.Parts:
-    """Call a partitioner by name, with the label columns it needs and its options checked by name.
+    """Call a partitioner by name, with the label columns that it needs. Checks the names of its options.
 
     >>> [len(p) for p in partition_rows(6, {}, partition="iid", clients=3)]
     [2, 2, 2]
@@ -232,4 +232,4 @@ def partition_options(partition: str) -> dict[str, Any]:
 def _check_columns(arrays: Mapping[str, np.ndarray], which: str) -> None:
     lengths = {k: len(v) if v.ndim else -1 for k, v in arrays.items()}
     if not lengths or len(set(lengths.values())) > 1 or min(lengths.values()) < 1:
-        raise ValueError(f"the {which} fields must be non-empty and of one length, got rows {lengths}")
+        raise ValueError(f"the {which} fields must be non-empty and of equal length, got rows {lengths}")

@@ -1,9 +1,8 @@
-"""Preprocessing that runs inside the compiled step, so that stores keep small integers and augmentation is fresh.
+"""Preprocessing inside the compiled step: stores can keep small integers, and every step has new augmentation.
 
-A preprocessing function is pure: ``f(batch, key, train, **options) -> batch`` on a dict of arrays ``[B, ...]``; fields
-it does not name pass through (the engine's mask too). ``train`` is a Python bool: augmentation happens only when it is
-true, otherwise the function is deterministic and ``key`` may be None. Functions are known by name, so that a store or a
-config can name them:
+A preprocessing function is pure: ``f(batch, key, train, **options) -> batch`` on a dict of arrays ``[B, ...]``. It does
+not change fields that it does not name, nor the mask. ``train`` is a Python bool. If it is False, there is no
+augmentation, the function is deterministic and ``key`` may be None. Functions have names, for stores and configs:
 
 >>> import numpy as np
 >>> pipeline = Pipeline.of({"name": "scale", "factor": 1 / 16})
@@ -49,7 +48,7 @@ def scale(batch: Batch, key, train: bool, *, factor: float = 1 / 255, offset: fl
 
 
 def invert(batch: Batch, key, train: bool, *, field: str = "x") -> dict:
-    """``1 - x``: EMNIST's paper is 1 and its ink 0; after this the ink is 1, as in MNIST."""
+    """``1 - x``. In EMNIST, paper is 1 and ink 0; after this step ink is 1, as in MNIST."""
     return {**batch, field: 1.0 - jnp.asarray(batch[field], jnp.float32)}
 
 
@@ -65,7 +64,7 @@ def flatten(batch: Batch, key, train: bool, *, field: str = "x") -> dict:
 
 
 def standardize(batch: Batch, key, train: bool, *, field: str = "x") -> dict:
-    """Per-image ``(x - mean) / std``; the std is kept above ``1 / sqrt(pixels)`` so that a flat image stays finite."""
+    """Per-image ``(x - mean) / std``; the std is at least ``1 / sqrt(pixels)``, so constant images stay finite."""
     x = jnp.asarray(batch[field], jnp.float32)
     axes = tuple(range(1, x.ndim))
     mean, std = x.mean(axes, keepdims=True), x.std(axes, keepdims=True)
@@ -74,7 +73,7 @@ def standardize(batch: Batch, key, train: bool, *, field: str = "x") -> dict:
 
 
 def crop_flip(batch: Batch, key, train: bool, *, size: int = 24, field: str = "x") -> dict:
-    """A random ``size`` x ``size`` crop and horizontal flip of ``[B, H, W, ...]`` in training; the centre otherwise."""
+    """In training, a random ``size`` x ``size`` crop and horizontal flip of ``[B, H, W, ...]``; else a centre crop."""
     x = jnp.asarray(batch[field])
     if x.ndim < 3:
         raise ValueError(f"crop_flip crops images [B, H, W, ...], the field {field!r} has shape {x.shape}")
@@ -127,7 +126,7 @@ FUNCTIONS: Mapping[str, Callable[..., dict]] = {
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Named functions in order; hashable (equal pipelines share a compiled program) and plain JSON in ``spec()``.
+    """A sequence of named functions. It is hashable (equal pipelines share a compiled program); ``spec()`` is JSON.
 
     >>> Pipeline.of({"name": "scale"}, {"name": "invert"}).spec()
     [{'name': 'scale'}, {'name': 'invert'}]
@@ -166,12 +165,12 @@ class Pipeline:
 
 
 def pipeline(spec: Sequence[Mapping[str, Any]] | None) -> Pipeline | None:
-    """A pipeline from its JSON form, None from nothing."""
+    """A pipeline from its JSON form, or None if that is None or empty."""
     return Pipeline.of(*spec) if spec else None
 
 
 def scaling_of(arrays: Mapping[str, Any]) -> Pipeline | None:
-    """The pipeline of a set that says nothing of its own: ``x`` divided by 255 if it stores images as bytes.
+    """The default pipeline of a set without one: divides ``x`` by 255 if it holds uint8 images.
 
     >>> scaling_of({"x": np.zeros((5, 28, 28), np.uint8), "y": np.zeros(5, np.int32)}).spec()
     [{'name': 'scale'}]
@@ -180,12 +179,12 @@ def scaling_of(arrays: Mapping[str, Any]) -> Pipeline | None:
 
 
 def unscaled_bytes(split: Any) -> str | None:
-    """The field of a split that stores images as bytes while no preprocessing is named; None if there is no such."""
+    """The field of a split without preprocessing that holds uint8 images, or None."""
     return "x" if split.preprocess is None and _byte_images(split.arrays) else None
 
 
 def _byte_images(arrays: Mapping[str, Any]) -> bool:
-    """Whether ``x`` looks like images (or vectors of pixels) in bytes; tokens have a label at each position."""
+    """Whether ``x`` looks like uint8 images or vectors of pixels. Tokens do not: they have a label at each position."""
     x, y = arrays.get("x"), arrays.get("y")
     if x is None or getattr(x, "dtype", None) != np.uint8 or x.ndim < 2:
         return False

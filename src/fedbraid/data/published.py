@@ -1,4 +1,4 @@
-"""What the published data sets hold, so that an import can say where its counts differ from the papers'."""
+"""Published counts of the data sets, which an import compares with its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["PUBLISHED", "Published", "differences"]
 
 
 class Published(NamedTuple):
-    """Counts as a paper or the source's own page gives them; None where clients are not part of the set."""
+    """Counts from a paper or from the source's page; ``train_clients`` is None for sets without clients."""
 
     source: str
     train_clients: int | None
@@ -35,7 +35,7 @@ PUBLISHED: Mapping[str, Published] = {
 
 
 def differences(name: str, data: FederatedData, *, natural: bool = True) -> list[str]:
-    """One line for each count that is not the published one; empty when they agree or the set is unknown.
+    """One line for each count that differs from the published one; empty if they agree or the set is unknown.
 
     Test examples are those of the test split and of clients that never train.
     """

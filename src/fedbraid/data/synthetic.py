@@ -1,4 +1,4 @@
-"""Synthetic federated data: the problems of the papers, and text in the shape of StackOverflow to measure scale."""
+"""Synthetic federated data: the problems of the papers, and text in the shape of StackOverflow for benchmarks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def least_squares(
 ) -> FederatedData:
     """FedSplit, App. B.1: ``b_j = A_j x0 + v_j``, standard normal designs, noise variance 0.25.
 
-    ``drift > 0`` gives client ``j`` its own solution ``x0 + drift u_j`` with standard normal ``u_j``: heterogeneity
-    that the paper's data lacks. ``info["x0"]`` is the common part.
+    ``drift > 0`` gives client ``j`` its own solution ``x0 + drift u_j`` with standard normal ``u_j``. The paper has no
+    such heterogeneity. ``info["x0"]`` is the common part.
 
     >>> least_squares(clients=3, d=4, size=5).train.arrays["x"].shape
     (15, 4)
@@ -117,17 +117,17 @@ def sentences(
     """
     _check(clients=clients, words=words, length=length)
     if words + 3 >= 1 << 16:
-        raise ValueError(f"words must stay below {(1 << 16) - 4}, got {words}")
+        raise ValueError(f"words must be below {(1 << 16) - 4}, got {words}")
     rng = np.random.default_rng(seed)
     sizes = log_normal_sizes(examples, clients=clients, sigma=1.0, rng=rng)
     weights = 1.0 / np.arange(1, words + 1)
-    # Each word is repeated by its frequency: a uniform index into the table draws a word from Zipf's law.
+    # The table repeats each word by its frequency, so a uniform index into it draws a word from Zipf's law.
     repeats = np.rint(4 * weights / weights[-1]).astype(np.int64)
     table = np.repeat(np.arange(1, words + 1, dtype=np.uint16), repeats)
     begin, end = words + 2, words + 3
     at = np.arange(length + 1)
     done = 0
-    while done < clients:  # one block of random draws serves many clients, for speed
+    while done < clients:  # for speed, one block of random draws is used for many clients
         stop = done + 1
         while stop < clients and sizes[done:stop].sum() + sizes[stop] <= 1 << 16 and stop - done < 4096:
             stop += 1
@@ -135,7 +135,7 @@ def sentences(
         block = np.empty((n, length + 1), np.uint16)
         block[:, 0] = begin
         block[:, 1:] = table[rng.integers(0, len(table), (n, length))]
-        ends = rng.integers(2, length + 6, n)[:, None]  # beyond the window: truncated, without an end token
+        ends = rng.integers(2, length + 6, n)[:, None]  # beyond the window: truncated, no end token
         block[at == ends] = end
         block[np.broadcast_to(at > ends, block.shape)] = 0
         start = 0

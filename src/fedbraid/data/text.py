@@ -1,8 +1,8 @@
-"""Text as the papers feed it: Shakespeare in windows of 80 characters, StackOverflow in sentences of 20 words.
+"""Text as token ids, as in the papers: Shakespeare in windows of 80 characters, StackOverflow in sentences of 20 words.
 
 The symbol 0 is padding in both: models mask it. The character vocabulary has 90 symbols: 86 characters, begin, end,
 padding, unknown (Charles & Konecny, App. E; Reddi et al., *Adaptive Federated Optimization*). The word vocabulary is
-the most frequent words and the same four (Karimireddy et al., App. C: 1,000; Reddi et al.: 10,000).
+the most frequent words (Karimireddy et al., App. C: 1,000; Reddi et al.: 10,000) and the same four special symbols.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ __all__ = [
 ]
 
 CHARACTERS = "\n\r !\"#$%&'()*,-./" + string.digits + ":;?@" + string.ascii_uppercase + "[]_" + string.ascii_lowercase
-PADDING = 0  # then the characters, 1 to 86
+PADDING = 0  # characters are 1 to 86
 UNKNOWN, BEGIN, END = (len(CHARACTERS) + k for k in (1, 2, 3))
 VOCABULARY_SIZE = len(CHARACTERS) + 4
 
-_TABLE = np.full(129, UNKNOWN, np.uint8)  # one row an ASCII code, and a last one for everything beyond
+_TABLE = np.full(129, UNKNOWN, np.uint8)  # one row per ASCII code, and a last one for all other characters
 _TABLE[[ord(c) for c in CHARACTERS]] = np.arange(1, len(CHARACTERS) + 1)
 
 
 def character_ids(text: str) -> np.ndarray:
-    """One symbol a character, uint8.
+    """One symbol per character, uint8.
 
     >>> decode(character_ids("To be, or}"))
     'To be, or?'
@@ -47,7 +47,7 @@ def character_ids(text: str) -> np.ndarray:
 
 
 def decode(ids: np.ndarray) -> str:
-    """Symbols back to text; begin, end and padding vanish, unknown becomes ``?``."""
+    """Symbols back to text; begin, end and padding are removed, unknown becomes ``?``."""
     symbols = ["", *CHARACTERS, "?", "", ""]
     return "".join(symbols[int(i)] for i in ids)
 
@@ -55,8 +55,8 @@ def decode(ids: np.ndarray) -> str:
 def character_windows(snippets: Iterable[str], *, length: int = 80, join: bool = False) -> dict[str, np.ndarray]:
     """Next-character examples ``x, y`` uint8 [n, length]: ``y`` is ``x`` shifted by one.
 
-    Each snippet is framed by begin and end and cut into blocks of ``length + 1`` symbols, the last padded (the rule of
-    Reddi et al.). ``join=True`` instead strings a client's snippets together before cutting, and loses no prediction at
+    Each snippet gets a begin and an end symbol and is cut into blocks of ``length + 1`` symbols; the last block is
+    padded (as in Reddi et al.). ``join=True`` joins a client's snippets before they are cut, and loses no prediction at
     the cuts.
 
     >>> w = character_windows(["abc"], length=2)
@@ -91,19 +91,19 @@ def frequent_words(sentences: Iterable[str] | Mapping[str, int], size: int) -> t
 
 
 def word_index(vocabulary: Sequence[str]) -> dict[str, int]:
-    """Words 1 to V; unknown, begin and end are V + 1, V + 2 and V + 3.
+    """Ids 1 to V of the words. Unknown, begin and end are V + 1, V + 2 and V + 3.
 
     >>> word_index(["the", "cat"])
     {'the': 1, 'cat': 2}
     """
     index = {word: i for i, word in enumerate(vocabulary, 1)}
     if len(index) != len(vocabulary):
-        raise ValueError("the vocabulary names a word twice")
+        raise ValueError("the vocabulary has a word twice")
     return index
 
 
 def word_windows(sentences: Iterable[str], index: Mapping[str, int], *, length: int = 20) -> dict[str, np.ndarray]:
-    """Next-word examples ``x, y`` [n, length], one a sentence: begin, the first ``length`` words, end if there is room.
+    """Next-word examples ``x, y`` [n, length], one per sentence: begin, up to ``length`` words, end if there is room.
 
     >>> w = word_windows(["the cat sat"], word_index(["the", "cat"]), length=5)
     >>> w["x"].tolist(), w["y"].tolist()

@@ -1,11 +1,11 @@
-"""The two-class linear toy: two parameters, so that drift can be seen.
+"""A linear problem with two classes and two parameters, so that client drift can be drawn.
 
 T. Renard, Notes on Federated Optimization, 2022, Section 3: a single linear layer, y^(x) = w . x, classifies two
 classes by its sign and is trained with the mean squared error against labels +1 and -1, which is convex and smooth.
 
-The notes leave the data open. Here the classes of client i are centred at +c_i and -c_i, with c_i on the unit circle;
-the clients' directions are spread evenly over an angle, so that each client alone would find another w. (With the same
-centres everywhere, clients that only have different shares of the classes would not disagree at all: the loss of x
+The notes do not define the data. Here the classes of client i are centred at +c_i and -c_i, with c_i on the unit
+circle. The directions c_i are spread evenly over an angle, so that each client alone has another optimal w. (If all
+clients had the same centres and only different shares of the classes, they would have the same optimum: the loss of x
 with label -1 is that of -x with label +1.)
 """
 
@@ -27,8 +27,8 @@ def two_class(
 ) -> Split:
     """Clients of the toy: ``x`` [n, 2] and ``y`` [n] of +1 and -1, in equal numbers.
 
-    angle: degrees between the first and the last client's classes; 0 gives clients that differ by chance alone.
-    noise: spread of the examples about their centre, across its direction; along it, half of that.
+    angle: degrees between the first and the last client's centres; with 0 clients differ only by random noise.
+    noise: standard deviation of the examples about their centre, across its direction; half of it along the direction.
 
     >>> split = two_class(clients=3, examples=10)
     >>> split.num_clients, split.arrays["x"].shape, sorted(set(split.arrays["y"].tolist()))
@@ -64,7 +64,7 @@ def toy_loss(params: Any, batch: dict, key: Any) -> Any:
 
 
 def toy_metrics(params: Any, batch: dict) -> dict[str, tuple[Any, Any]]:
-    """Squared error and accuracy of the sign, as ``simulate`` and evaluators take metrics."""
+    """Squared error and accuracy of the sign, as metrics for ``simulate`` and evaluators."""
     output, mask = batch["x"] @ params, batch[MASK]
     right = (output > 0) == (batch["y"] > 0)
     return {"loss": ((output - batch["y"]) ** 2 * mask, mask), "accuracy": (right * mask, mask)}

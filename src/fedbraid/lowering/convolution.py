@@ -1,12 +1,12 @@
-"""XLA's convolution, in all its forms, as slices and one matrix product.
+"""XLA's convolution, with all its options, as slices and one matrix product.
 
 Every convolution is, with p the output's positions, q the window's, s strides and d the window's dilation,
 
     out[n, p, o] = sum over q, c of x[n, p s + q d, c] kernel[q, c, o]
 
 a product of the matrix of windows [n p, q c] with the kernel [q c, o]. The windows are gathered by slices: one for each
-q (the usual im2col) or one for each p, whichever are fewer. The second is what the gradient of a kernel needs: there
-the "window" is a whole picture and the "output" a kernel of 3 x 3.
+q (the usual im2col) or one for each p, whichever are fewer. Slices by p are fewer for the gradient of a kernel: there
+the "window" is a whole image and the "output" is a kernel of 3 x 3.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from jax import lax
 __all__ = ["MOST_SLICES", "convolve", "outputs"]
 
 Array = jax.Array
-MOST_SLICES = 128  # beyond which a program of slices is longer to compile than it is faster
+MOST_SLICES = 128  # with more slices, compilation takes longer than the faster program saves
 
 
 def outputs(sizes: Sequence[int], window: Sequence[int], strides: Sequence[int], dilation: Sequence[int]) -> list[int]:
-    """Positions along each axis of images that are padded already."""
+    """Number of output positions along each axis; ``sizes`` include padding."""
     return [(size - (q - 1) * d - 1) // s + 1 for size, q, s, d in zip(sizes, window, strides, dilation, strict=True)]
 
 
@@ -61,7 +61,7 @@ def convolve(
         flat = jnp.matmul(columns.reshape(n * p, q * c), kernel.reshape(q * c, out), precision=precision)
         return flat.reshape(n, *places, out)
     columns = columns.reshape(batch_groups, n // batch_groups, p, q, feature_groups, c // feature_groups)
-    columns = columns.transpose(0, 4, 1, 2, 3, 5)  # groups in front; one of the two counts is 1
+    columns = columns.transpose(0, 4, 1, 2, 3, 5)  # groups first; one of the two group counts is 1
     columns = columns.reshape(groups, n // batch_groups * p, q * c // feature_groups)
     kernel = kernel.reshape(q * c // feature_groups, groups, out // groups).transpose(1, 0, 2)
     flat = jnp.matmul(columns, kernel, precision=precision)  # [groups, n p, out / groups]

@@ -1,8 +1,8 @@
 """A convolution that is computed later, together with the operations that follow it.
 
 A network's program has convolution, bias, ReLU and pool one after the other, with changes of layout in between. If all
-of them can be one kernel, the convolution is deferred: the operations that follow are collected, and the value is
-computed when an operation needs it that cannot be collected.
+of them can be one kernel, the convolution is deferred: the operations that follow are collected. The value is computed
+when an operation that cannot be collected needs it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IMAGES, ROWS, COLUMNS, OUT = range(4)  # axes of a value as it is computed
 class Deferred:
     """A convolution [images, rows, columns, out] and the operations collected so far.
 
-    axes: for each axis of the value in the program's layout, which of the four it is; None is an axis of size 1.
+    axes: for each axis of the value in the program's layout, its index among these four; None for an axis of size 1.
     """
 
     x: Array
@@ -87,10 +87,10 @@ def _transposed(params: dict[str, Any], inputs: list[Any]) -> Deferred | None:
 
 
 def _reshaped(params: dict[str, Any], inputs: list[Any]) -> Deferred | None:
-    """Axes of size 1 that are added or removed."""
+    """A reshape that only adds or removes axes of size 1."""
     value, sizes = inputs[0], params["new_sizes"]
     own = [axis for axis in value.axes if axis is not None]
-    # if one of the value's own axes has size 1, it cannot be told from an added axis
+    # an axis of size 1 that belongs to the value cannot be distinguished from an added one
     if params["dimensions"] is not None or [size for size in sizes if size != 1] != [value.sizes[axis] for axis in own]:
         return None
     left = iter(own)

@@ -1,4 +1,4 @@
-"""What lowering does to the clients of an algorithm, in words; and what was asked of it that does not apply."""
+"""Explains what lowering does to the clients of an algorithm, and reports options that have no effect."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ PyTree = Any
 
 
 class Lanes(NamedTuple):
-    """What the plan "lanes" decides of a program: matrices grow on lanes only."""
+    """The settings of the plan "lanes" on which a program depends: matrices are stored as rows only on lanes."""
 
-    lanes: int = 0  # clients at a time; 0: the plan is another one
-    most: int = 0  # examples of the longest client; 0: the bound of the client's data
-    usual: int = 0  # examples of a typical client; 0: as the longest
+    lanes: int = 0  # clients that run at a time; 0 means another plan
+    most: int = 0  # examples of the largest client; 0 means the cap of the client's data
+    usual: int = 0  # examples of a typical client; 0 means those of the largest
 
 
 NO_LANES = Lanes()
@@ -40,12 +40,12 @@ NO_LANES = Lanes()
 class Explanation(NamedTuple):
     """For each exchange, by name, lines about the program that its clients run."""
 
-    convolutions: dict[str, list[str]]  # one for every convolution and max pool: how it runs, or why it is XLA's
-    matrices: dict[str, list[str]]  # one for every matrix that is, or could be, stored as rows
-    kernels: dict[str, list[str]]  # the GPU kernels of this library that it calls
+    convolutions: dict[str, list[str]]  # one line per convolution and max pool: how it runs, or why XLA runs it
+    matrices: dict[str, list[str]]  # one line per matrix that is, or could be, stored as rows
+    kernels: dict[str, list[str]]  # the GPU kernels of this library that the program calls
 
     def grown(self) -> list[str]:
-        """The lines of matrices that are stored as rows."""
+        """The lines about matrices that are stored as rows."""
         return [line for lines in self.matrices.values() for line in lines if GROWN in line]
 
 
@@ -67,7 +67,7 @@ def explain(
     key = jax.eval_shape(lambda: jax.random.key(0))
     server, state = jax.eval_shape(alg.init, params), jax.eval_shape(alg.init_client, params)
     found = Explanation({}, {}, {})
-    # convolutions that stay native are found by rewriting them here
+    # with convolutions="native" the explanation rewrites a copy, to find the convolutions
     rewritten, lowered = lower(alg, LoweringOptions(precision=options.precision)), lower(alg, options)
     for exchange, other in zip(lowered.exchanges, rewritten.exchanges, strict=True):
         down = jax.eval_shape(exchange.send, server)
@@ -88,7 +88,7 @@ def explain(
 def _matrices(
     exchange: Exchange, down, state, data, key, options: LoweringOptions, on: Lanes, names: Counter
 ) -> list[str]:
-    """Lines about matrices; ``names`` gets the kernels of the steps that run on lanes."""
+    """Lines about matrices. Adds the kernels of the steps that run on lanes to ``names``."""
     lines: list[str] = []
     if not (on.lanes and isinstance(exchange.client, LocalWork)):
         return lines
@@ -144,16 +144,16 @@ def _kernel_names(jaxpr: Jaxpr) -> Iterator[str]:
 def notice_unmet(
     alg: Algorithm, params: PyTree, data: ClientData, options: LoweringOptions, on: Lanes = NO_LANES
 ) -> None:
-    """Tell the user of options that were asked for and change nothing in this run."""
+    """Tell the user about options that were set but have no effect in this run."""
     if options.precision in ("tf32", "bfloat16") and kernels.platform() == "cpu":
-        notice(f"precision={options.precision!r} changes nothing on a CPU, which computes all products in float32")
+        notice(f"precision={options.precision!r} has no effect on a CPU, which computes all products in float32")
     if options.matrices != "grown":
         return
     if not on.lanes:
-        notice("matrices='grown' changes nothing: matrices grow on lanes only, and the plan is another one")
+        notice("matrices='grown' has no effect: it needs the plan 'lanes', and this run has another plan")
         return
     found = explain(alg, params, data, options, on)
     if not found.grown():
         lines = sorted({line for lines in found.matrices.values() for line in lines})
-        reasons = "; ".join(lines) or "clients have no matrix that all of them start with"
-        notice(f"matrices='grown' changes nothing, no matrix can be stored as rows: {reasons}")
+        reasons = "; ".join(lines) or "clients have no matrix that starts with the same values on all of them"
+        notice(f"matrices='grown' has no effect, no matrix can be stored as rows: {reasons}")

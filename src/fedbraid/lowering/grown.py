@@ -4,13 +4,13 @@ A step of gradient descent on a dense layer adds ``x' (-rate dy)`` to its weight
 of the gradients of its outputs, with one row for each example of the batch. After ten steps of twenty examples a client
 has changed its 9,216 x 128 weights by 200 such rows. If these rows are stored, the weights of each client need not be
 written: every product with them is computed from the shared matrix and the rows (:mod:`fedbraid.lowering.symbolic`).
-On a GPU, where reading and writing each client's own weights is the cost of a dense layer, this is a fraction of the
-memory traffic as long as steps are few.
+On a GPU, most of the time of a dense layer is reading and writing each client's own weights. Rows need a fraction of
+this memory traffic if clients take few steps.
 
-Nothing here knows of gradient descent. A matrix qualifies if all clients start with the same one, if a step uses it in
-products only, and if the step returns a linear combination of it and of products over a batch. The local steps of
-FedAvg, of FedProx and of a user's own plain algorithm do so. A matrix that is used in any other way, by momentum, a
-norm or a cast, is stored whole.
+This module does not depend on gradient descent. A matrix qualifies if all clients start with the same one, if a step
+uses it in products only, and if the step returns a linear combination of it and of products over a batch. The local
+steps of FedAvg, of FedProx and of a user's own plain algorithm do so. A matrix that is used in any other way, by
+momentum, a norm or a cast, is stored whole.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ __all__ = ["Extent", "Growth", "extent_of", "grow"]
 
 PyTree = Any
 Array = Any
-WORTH = 2e8  # bytes of memory traffic a step that outweigh the launch of some more kernels
+WORTH = 2e8  # bytes of memory traffic per step that must be saved to pay for the launches of more kernels
 
 
 @dataclass(frozen=True)
 class Growth:
-    """How the carry of a fold is stored on lanes: its leaves, and rows for the matrices among them that grow."""
+    """How the carry of a fold is stored on lanes: some of its matrices as rows, all other leaves as they are."""
 
     tree: Any
     sites: tuple[Site, ...]  # in the order of leaves
     step: Callable  # (slot, k, leaves, rows) -> (leaves, rows)
-    whole: dict[int, str] = field(default_factory=dict)  # matrices that were considered, and why each is not a site
+    whole: dict[int, str] = field(default_factory=dict)  # other matrices, and why they are not stored as rows
 
     def empty(self, lanes: int) -> tuple[Rows, ...]:
         """Buffers for the rows of ``lanes`` clients."""
         return tuple(site.empty(lanes) for site in self.sites)
 
     def rest(self, carry: PyTree) -> list[Array]:
-        """The leaves of a carry that are not sites."""
+        """The leaves of a carry that are not stored as rows."""
         grown = {site.leaf for site in self.sites}
         return [leaf for i, leaf in enumerate(jax.tree.leaves(carry)) if i not in grown]
 
     def matrices(self, rows: tuple[Rows, ...]) -> list[Array]:
-        """The matrices on all lanes, when every row of the buffers is filled."""
+        """The matrices on all lanes; every row of the buffers must be filled."""
         return [site.start + jax.vmap(site.added)(each) for site, each in zip(self.sites, rows, strict=True)]
 
     def matrices_on(self, rows: tuple[Rows, ...], lane: Array, k: Array) -> list[Array]:
@@ -76,11 +76,11 @@ class Growth:
 
 
 class Extent(NamedTuple):
-    """How many rows there will be."""
+    """Numbers of steps and of clients, from which the number of rows follows."""
 
-    most: int  # steps of the longest client
+    most: int  # steps of the largest client
     usual: int  # steps of a typical client
-    lanes: int  # clients at a time
+    lanes: int  # clients that run at a time
 
 
 def extent_of(fold: Fold, most: int, usual: int, lanes: int) -> Extent:
@@ -97,7 +97,8 @@ def grow(begin: Callable, advance: Callable, example: tuple, extent: Extent, how
         advance: (slot, k, carry) -> carry, one step of one client.
         example: slot and k, of the right types.
         extent: how many steps clients take, and how many clients run at a time.
-        how: "auto" stores as rows what saves memory traffic on a GPU, "grown" whatever can be, "whole" nothing.
+        how: "auto" stores a matrix as rows if it saves memory traffic on a GPU, "grown" wherever possible, "whole"
+            never.
     """
     opening, carry = jax.make_jaxpr(begin, return_shape=True)(example[0])
     avals, tree = jax.tree.flatten(carry)
@@ -117,7 +118,7 @@ def grow(begin: Callable, advance: Callable, example: tuple, extent: Extent, how
         whole |= refused
         if not refused:
             break
-        candidates = {i: candidates[i] for i in found}  # a refused matrix, now whole, may use one of the others
+        candidates = {i: candidates[i] for i in found}  # rejected matrices are now whole, and may use one of these
     sites = tuple(found[i] for i in sorted(found))
     return Growth(tree, sites, partial(run_step, step, sites) if sites else plainly, whole)
 
@@ -141,8 +142,8 @@ def _large(aval: Any, extent: Extent) -> bool:
 def _pays(site: Site, extent: Extent) -> bool:
     """Whether rows move less memory than the matrix, which every client reads twice and writes once a step.
 
-    Rows are read twice too, on average half of a client's. Because a few clients may be long, the buffers may be larger
-    than the matrix, but not by much.
+    A client's rows are read twice a step, too: on average half of them are filled. A few clients may take many steps,
+    so the buffers may be larger than the matrix, but not by much.
     """
     matrix = site.start.size * site.start.dtype.itemsize
     row = max(site.start.shape) * jnp.dtype(site.dtype).itemsize
@@ -159,7 +160,7 @@ TOO_LONG = "clients take too many steps for rows to save memory traffic"
 def _rehearse(
     step: ClosedJaxpr, example: tuple, avals: list, candidates: dict[int, Array], extent: Extent, how: Matrices
 ) -> tuple[dict[int, Site], dict[int, str]]:
-    """Candidates that a step leaves as sums, with the rows that it adds; and why the others are not. Only traces."""
+    """Traces a step: the candidates that can be stored as rows, and for each other the reason why not."""
     found: dict[int, Site] = {}
     refused: dict[int, str] = {}
 

@@ -1,4 +1,4 @@
-"""Products, convolutions and pools that run fast one client per core on a CPU and batched over clients on a GPU."""
+"""Products, convolutions and pools that are fast on a CPU (one client per core) and on a GPU (batched over clients)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FEW_ROWS = 16  # up to this batch size, transposing the inputs costs less than i
 
 
 def product(x: Array, w: Array) -> Array:
-    """``x @ w``, with a gradient of w that is faster on a CPU where a batch has few examples."""
+    """``x @ w``, with a gradient of w that is faster on a CPU if a batch has few examples."""
     if x.ndim == w.ndim == 2 and x.shape[0] <= FEW_ROWS and kernels.platform() == "cpu":
         return _product(x, w)
     return x @ w
@@ -64,8 +64,8 @@ def _product_jvp(primals, tangents):
 def along_weights(x: Array, dw: Array) -> Array:
     """``x @ dw`` over the last axis, linear in dw.
 
-    Its transpose, a gradient of weights, sums over x's rows. XLA's fast products on a CPU want that sum along the rows
-    of their left matrix: there x is transposed in memory first.
+    Its transpose is the gradient of the weights, a sum over x's rows. XLA's fast products on a CPU need this sum along
+    the rows of their left matrix, so there x is transposed in memory first.
     """
     if kernels.platform() != "cpu":
         return x @ dw
@@ -94,17 +94,17 @@ def conv2d(
 ) -> Array:
     """Convolution of images [B, H, W, in] with a kernel [kh, kw, in, out], made of matrix products.
 
-    XLA's own convolution is slow in the two places a federated simulation uses it: on a CPU inside a loop (one client
-    after the other), and with per-client kernels under ``vmap`` (a grouped convolution). This one is a matrix product
-    in both: Winograd's for 3x3 kernels of stride 1 on a CPU, patches times kernel (im2col) for the rest. On NVIDIA's
-    GPUs one kernel gathers the patches and multiplies them; they are never written to memory.
+    XLA's own convolution is slow in the two places where a federated simulation uses it: on a CPU inside a loop (one
+    client after the other), and with per-client kernels under ``vmap`` (a grouped convolution). Here, 3x3 kernels of
+    stride 1 on a CPU use Winograd's tiles, and all others patches times kernel (im2col). On NVIDIA's GPUs one kernel
+    gathers the patches and multiplies them. They are never written to memory.
 
     Args:
         x: images, channels last.
         kernel: [kh, kw, in, out].
         stride: one for both axes, or (down, across).
         padding: ``"VALID"``, ``"SAME"`` (as XLA and TensorFlow define it), a number, or ((top, bottom), (left, right)).
-        precision: of the matrix products, as in ``jax.numpy.matmul``; tiles always take the highest.
+        precision: of the matrix products, as in ``jax.numpy.matmul``; Winograd's tiles always use the highest.
 
     >>> import jax.numpy as jnp
     >>> conv2d(jnp.ones((1, 4, 4, 1)), jnp.ones((3, 3, 1, 1)))[0, :, :, 0]
@@ -130,7 +130,7 @@ def conv2d(
 def conv_relu(
     params: Dense, x: Array, *, stride: int | tuple[int, int] = 1, padding: Padding = "VALID", pool: bool = False
 ) -> Array:
-    """ReLU(convolution + bias); with ``pool``, of the largest of each 2 x 2 cell of the convolution.
+    """ReLU(convolution + bias); with ``pool``, ReLU(2 x 2 max pool of the convolution + bias).
 
     On NVIDIA's GPUs this is one kernel, and one for each gradient. With the precision bfloat16 the output is stored in
     bfloat16 there: the next layer would round it anyway.
@@ -169,7 +169,7 @@ def _check_images(x: Array, kernel: Array) -> None:
 
 
 def _geometry(x: Array, kernel: Array, strides: tuple[int, int], pads: Pads) -> Any:
-    """What a convolution does to the axes of images, as kernels take it."""
+    """Window, strides, padding and output size of a convolution, in the form that kernels take."""
     from fedbraid.lowering.kernels.convolution import Geometry
 
     window, ((top, _), (left, _)) = (kernel.shape[0], kernel.shape[1]), pads
@@ -186,14 +186,14 @@ def has_kernel(x: Array | jax.ShapeDtypeStruct, kernel: Array | jax.ShapeDtypeSt
 
 
 def winograd_pays(b: int, h: int, w: int, channels: int, dtype) -> bool:
-    """Whether a 3x3 convolution to b images of h x w is faster by tiles than by patches: on a CPU, mostly.
+    """Whether a 3x3 convolution with an output of b images of h x w is faster by tiles than by patches.
 
-    On a GPU both move about the same memory, and tiles would need full precision where patches take tensor cores: 61
-    against 48 ms for ten steps of 100 clients of the EMNIST CNN on an H200.
+    This is mostly so on a CPU. On a GPU both need about the same memory traffic, but tiles need full precision while
+    patches use tensor cores: 61 against 48 ms for ten steps of 100 clients of the EMNIST CNN on an H200.
     """
     tiles = b * -(-h // TILE) * -(-w // TILE)
-    # Multiplications a pair of channels. The 15 stands for transforming the kernel, 0.55 for the other transforms;
-    # both were fitted to timings on one AVX-512 core.
+    # Multiplications per pair of channels. 15 is the cost of transforming the kernel, 0.55 that of the other
+    # transforms. Both were fitted to timings on one AVX-512 core.
     fewer = 36 * (tiles + 15) <= 0.55 * 9 * b * h * w
     return kernels.platform() == "cpu" and channels >= 8 and fewer and dtype in (jnp.float32, jnp.float64)
 
@@ -220,7 +220,7 @@ def window_counts(x: Array, window: tuple[int, int], strides: tuple[int, int], p
 
 
 def paddings(sizes: Sequence[int], window: tuple[int, int], strides: tuple[int, int], padding: Padding) -> Pads:
-    """The zeros that ``padding`` asks for, in front of and behind each axis of images of ``sizes``."""
+    """The numbers of zeros before and after each axis of images of ``sizes``, as ``padding`` defines them."""
     if padding == "VALID":
         return (0, 0), (0, 0)
     if padding == "SAME":
@@ -235,7 +235,7 @@ def paddings(sizes: Sequence[int], window: tuple[int, int], strides: tuple[int, 
 
 
 def max_pool(x: Array, window: int = 2) -> Array:
-    """The largest value of each window of [B, H, W, C]; windows do not overlap, incomplete ones are left out.
+    """The largest value of each window of [B, H, W, C]. Windows do not overlap; incomplete ones are left out.
 
     If several values are the largest, the gradient goes to the first, as in XLA and PyTorch.
 
@@ -250,7 +250,7 @@ def max_pool(x: Array, window: int = 2) -> Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def window_max(x: Array, axes: tuple[int, ...]) -> Array:
-    """``x.max(axes)`` with its gradient at the first largest entry only: cheaper than sharing it among equals."""
+    """``x.max(axes)`` whose gradient goes to the first largest entry only: cheaper than dividing it among ties."""
     return x.max(axes)
 
 

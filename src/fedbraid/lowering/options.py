@@ -1,4 +1,4 @@
-"""What the user may ask of the programs that clients run."""
+"""Options for the programs that clients run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class LoweringOptions:
 
     convolutions: "fast" rewrites the convolutions and max pools of any model as matrix products and reshapes;
         "native" leaves them to XLA.
-    precision: of the factors of the clients' matrix products, on hardware that has a choice. "default" is jax's own:
-        TF32 on NVIDIA's GPUs, float32 on a CPU. A CPU computes all of them in float32. Sums are always float32.
-    matrices: "grown" stores a client's weight matrix as the server's matrix plus the rows that its steps added,
-        wherever the plan is lanes and the program of a step allows it; "whole" never does; "auto" does on a GPU, where
-        it moves less memory.
+    precision: of the factors of the clients' matrix products, on a GPU. "default" is jax's own: TF32 on NVIDIA's GPUs,
+        float32 on a CPU. A CPU computes all products in float32. Sums are always float32.
+    matrices: "grown" stores a client's weight matrix as the server's matrix plus the rows that its steps added, if the
+        plan is lanes and the program of a step allows it. "whole" never does this. "auto" does it on a GPU if it saves
+        memory traffic.
 
     >>> LoweringOptions(convolutions="native").precision
     'default'

@@ -1,9 +1,9 @@
-"""The entry of this package: the program that a client runs, made fast as the options say.
+"""The entry of this package: rewrites the programs of clients as the options say.
 
 An algorithm differentiates its loss through :mod:`fedbraid.local`. Its lowered form traces each local step inside
 ``local.rewriting``, so that the convolutions of the loss are replaced *before* the loss is differentiated. A client
-that calls ``jax.grad`` itself bypasses that; what convolutions its program then still has are replaced *after*
-differentiation, gradients included.
+that calls ``jax.grad`` itself bypasses this context. The convolutions that are left in its program, gradients included,
+are replaced *after* differentiation.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = ["lower", "lower_function", "lower_metrics", "precision_of"]
 
 
 def lower(alg: Algorithm, options: LoweringOptions) -> Algorithm:
-    """``alg`` whose clients run fast programs: the same values and derivatives, to rounding.
+    """``alg`` whose clients run fast programs, with the same values and derivatives up to rounding.
 
-    What is changed are local steps (``Fold.step``), and clients that are not made of steps as a whole.
+    It changes local steps (``Fold.step``), or the whole client if it has no local steps.
 
     >>> from fedbraid.algorithms import fedavg
     >>> import jax.numpy as jnp
@@ -38,7 +38,7 @@ def lower(alg: Algorithm, options: LoweringOptions) -> Algorithm:
 
 
 def lower_function(function: Callable, options: LoweringOptions) -> Callable:
-    """A function of arrays as the clients of :func:`lower` run it."""
+    """A function of arrays, rewritten like the clients of :func:`lower`."""
     rewrite = fast_convolutions if options.convolutions == "fast" else None
 
     def run(*args: Any) -> Any:
@@ -49,12 +49,12 @@ def lower_function(function: Callable, options: LoweringOptions) -> Callable:
 
 
 def lower_metrics(metrics: Callable, options: LoweringOptions) -> Callable:
-    """The metrics of an evaluation: convolutions as the options say, products in jax's default precision."""
+    """The metrics of an evaluation. Convolutions follow the options; products have jax's default precision."""
     how = LoweringOptions(convolutions=options.convolutions)
     return as_metrics(metrics).through(lambda function: lower_function(function, how))
 
 
 def precision_of(options: LoweringOptions) -> AbstractContextManager:
-    """A context in which matrix products are traced with the precision that the options ask for."""
+    """A context in which matrix products are traced with the precision of the options."""
     how = PRECISIONS[options.precision]
     return nullcontext() if how is None else jax.default_matmul_precision(how)

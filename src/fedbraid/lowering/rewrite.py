@@ -1,8 +1,8 @@
-"""The convolutions of any program, made fast: its jaxpr is rewritten, best before it is differentiated.
+"""Rewrites the jaxpr of any program so that its convolutions are fast; best before it is differentiated.
 
 A model written with equinox, flax or ``jax.lax`` calls XLA's convolution. In a jaxpr each such call is one equation. It
-is replaced by the same convolution made of matrix products (:mod:`fedbraid.lowering.operations`). What the engine then
-differentiates, loops over and batches over clients contains no convolution any more.
+is replaced by the same convolution made of matrix products (:mod:`fedbraid.lowering.operations`). The program that the
+engine then differentiates, loops over and batches over clients contains no convolution.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from fedbraid.lowering.operations import conv2d, has_kernel, paddings, window_ma
 
 __all__ = ["explain_function", "fast_convolutions", "has_convolutions", "recording"]
 
-Record = dict[Any, list[str]]  # for each program that was rewritten, by function and argument shapes, what was done
+Record = dict[Any, list[str]]  # lines about each rewritten program, by function and argument shapes
 _record: ContextVar[Record | None] = ContextVar("record", default=None)
-_notes: ContextVar[dict[int, str] | None] = ContextVar("notes", default=None)  # how an equation, by its id, was run
-# Functions, and the argument shapes for which they have nothing to replace: a loss is traced many times before it runs.
+_notes: ContextVar[dict[int, str] | None] = ContextVar("notes", default=None)  # by the id of an equation: how it runs
+# Argument shapes for which a function has nothing to replace. A cache: a loss is traced many times before it runs.
 _unchanged: WeakKeyDictionary[Callable, set[Any]] = WeakKeyDictionary()
 
 
 def fast_convolutions(function: Callable) -> Callable:
-    """``function`` with its convolutions and max pools as matrix products and reshapes: same values and derivatives.
+    """``function`` with its convolutions and max pools as matrix products and reshapes.
 
-    Replaced are convolutions of floats (any strides, padding, dilation, groups and axis order, gradients of other
-    convolutions included) and max pools whose windows do not overlap; also inside ``jit``, ``scan``, ``while_loop``,
-    ``cond`` and ``checkpoint``. Everything else stays as it is, and so do functions with their own derivative rules.
-    Values agree to rounding. `explain_function` says what is replaced, and why the rest is not.
+    Values and derivatives stay the same, up to rounding. It replaces convolutions of floats (any strides, padding,
+    dilation, groups and axis order, gradients of other convolutions included) and max pools whose windows do not
+    overlap, also inside ``jit``, ``scan``, ``while_loop``, ``cond`` and ``checkpoint``. Other operations, and functions
+    with their own derivative rules, stay unchanged. `explain_function` lists what is replaced, and why the rest is not.
 
     Args:
         function: takes and returns pytrees of arrays.
@@ -88,7 +88,7 @@ def recording() -> Iterator[Record]:
 
 
 def explain_function(function: Callable, *args: Any) -> list[str]:
-    """One line for each convolution and max pool of ``function(*args)``: how it runs, or why it is left to XLA.
+    """One line for each convolution and max pool of ``function(*args)``: how it runs, or why XLA runs it.
 
     >>> convolve = lambda x, w: jax.lax.conv(x, w, (1, 1), "SAME")
     >>> explain_function(convolve, jnp.ones((1, 1, 4, 4)), jnp.ones((1, 1, 3, 3)))
@@ -186,7 +186,7 @@ def _evaluate(jaxpr: Jaxpr, consts, *args) -> list[Any]:
                 if name == "reduce_window_max":
                     _note(equation, "together with the convolution before it")
                 continue
-        if name == "conv_general_dilated" and waiting(equation.invars[0]):  # it may need no change of layout
+        if name == "conv_general_dilated" and waiting(equation.invars[0]):  # may take the value without a transpose
             inputs = [known(equation.invars[0]), read(equation.invars[1])]
         else:
             inputs = [read(atom) for atom in equation.invars]
@@ -198,7 +198,7 @@ def _evaluate(jaxpr: Jaxpr, consts, *args) -> list[Any]:
 
 
 def _narrow(params: dict[str, Any], x) -> Any:
-    """What ``broadcast_in_dim`` makes of x, with axes of one where it repeats."""
+    """x with the axes that ``broadcast_in_dim`` gives it, but of size 1 where it would repeat x."""
     sizes = [1] * len(params["shape"])
     for size, place in zip(jnp.shape(x), params["broadcast_dimensions"], strict=True):
         sizes[place] = size
@@ -213,7 +213,7 @@ def _apply(equation, inputs) -> list[Any]:
             return [output]
         inputs = [x.value() if isinstance(x, Deferred) else x for x in inputs]
     elif name.startswith("custom_"):
-        pass  # its derivative rule belongs to the whole function: leave it unchanged
+        pass  # its derivative rule is valid for the whole function: leave it unchanged
     elif any(has_convolutions(inner) for value in params.values() for inner in _jaxprs(value)):
         if name in ("jit", "pjit"):
             return _evaluate(params["jaxpr"].jaxpr, params["jaxpr"].consts, *inputs)
@@ -237,7 +237,7 @@ def _rewritten_parameter(value: Any) -> Any:
 
 
 def _why_not(params: dict[str, Any], x, kernel) -> str | None:
-    """Why a convolution stays as it is, or None."""
+    """Why a convolution is not replaced, or None if it is."""
     if not (jnp.issubdtype(x.dtype, jnp.floating) and x.dtype == kernel.dtype):
         return f"its factors are {x.dtype} and {kernel.dtype}; only floats of one dtype are rewritten"
     if params["preferred_element_type"] not in (None, x.dtype):
@@ -256,7 +256,7 @@ def _why_not(params: dict[str, Any], x, kernel) -> str | None:
 
 
 def _convolution(equation, x, kernel):
-    """``conv_general_dilated`` as matrix products, or None where it does not fit; deferred where it is one kernel."""
+    """``conv_general_dilated`` as matrix products; deferred if it is one kernel; None if it is not replaced."""
     params = equation.params
     if _why_not(params, jax.ShapeDtypeStruct(x.shape, kernel.dtype) if isinstance(x, Deferred) else x, kernel):
         return None
@@ -294,14 +294,14 @@ def _convolution(equation, x, kernel):
 
 @cache
 def _ambient(how: str) -> Any:
-    """The precision of a convolution that was asked for none, where products are by default as ``how`` says."""
+    """The precision in the jaxpr of a convolution without a precision, if the default precision is ``how``."""
     with jax.default_matmul_precision(None if how == "None" else how):
         closed = jax.make_jaxpr(lambda x: lax.conv(x, x, (1, 1), "VALID"))(jnp.ones((1, 1, 1, 1)))
     return closed.jaxpr.eqns[0].params["precision"]
 
 
 def _is_conv2d(params: dict[str, Any], kernel) -> bool:
-    """Whether `conv2d` can compute it: 2-D, a small window, no groups, no dilation."""
+    """Whether `conv2d` can compute this convolution: 2-D, a small window, no groups, no dilation."""
     return (
         len(params["window_strides"]) == 2
         and max(kernel.shape[:-2]) <= 7
@@ -316,7 +316,7 @@ def _max_pool(equation, x):
 
 
 def _window_max(params: dict[str, Any], x):
-    """``reduce_window_max`` with windows that do not overlap as a reshape and a maximum, or None."""
+    """``reduce_window_max`` as a reshape and a maximum, or None if its windows overlap."""
     if not _side_by_side(params, x):
         return None
     window = params["window_dimensions"]

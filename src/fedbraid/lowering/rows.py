@@ -1,7 +1,8 @@
 """A client's matrix, stored as the matrix that all clients start with plus the rows that the client's steps added.
 
 With W0 the shared matrix, X the rows of inputs and D the rows of scaled output gradients so far, the client's matrix is
-W0 + X' D. Buffers for X and D have room for the longest client; a count says how many rows are filled.
+W0 + X' D. The buffers of X and D are large enough for the client with the most steps. A count says how many rows are
+filled.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Array = Any
 
 
 class Rows(NamedTuple):
-    """What one client's steps added to a matrix, ``left' right``; rows beyond the count are uninitialised."""
+    """The update of a matrix by one client's steps, ``left' right``. Rows beyond the count are uninitialised."""
 
     left: Array  # [R, the longer axis of the matrix]
     right: Array  # [R, its shorter axis]
@@ -42,10 +43,10 @@ class Site:
 
     leaf: int  # its index among the carry's leaves
     rows: int  # rows that a step adds
-    most: int  # rows of the longest client
+    most: int  # rows of the client with the most steps
     dtype: Any  # of left
     start: Array  # the matrix that all clients start with
-    base: Array  # the same in the dtype of left, with its longer axis first
+    base: Array  # start in the dtype of left, with its longer axis first
 
     @property
     def turned(self) -> bool:
@@ -61,13 +62,13 @@ class Site:
         return Rows(buffer((lanes, self.most, long), self.dtype), buffer((lanes, self.most, short), self.start.dtype))
 
     def added(self, rows: Rows) -> Array:
-        """What all of the rows add to the start."""
+        """The sum that all rows add to the start."""
         first, second = self._factors(rows)
         total = jnp.matmul(first.T, second, preferred_element_type=self.start.dtype)
-        return lax.optimization_barrier(total)  # it is read several times; XLA would recompute it for each reader
+        return lax.optimization_barrier(total)  # it is used several times, and XLA would recompute it for each use
 
     def added_on(self, rows: Rows, lane: Array, count: Array) -> Array:
-        """What the first ``count`` rows on one of several lanes add to the start."""
+        """The sum that the first ``count`` rows on one of several lanes add to the start."""
         if not kernels.available():
             return self.added(filled(Rows(*(a[lane] for a in rows)), count))
         from fedbraid.lowering.kernels.grown import total
@@ -75,6 +76,6 @@ class Site:
         return total(*self._factors(rows), lane, count)
 
     def _factors(self, rows: Rows) -> tuple[Array, Array]:
-        """Rows of the first axis and of the second."""
+        """The rows of the matrix's first axis and those of its second."""
         left, right = rows.left, rows.right.astype(rows.left.dtype)
         return (right, left) if self.turned else (left, right)

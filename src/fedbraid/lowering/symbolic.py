@@ -1,13 +1,13 @@
 """A local step, run on matrices that are stored as rows.
 
 The jaxpr of a step is interpreted equation by equation. A matrix of the carry is a symbolic sum, W0 + X' D (see
-:mod:`fedbraid.lowering.rows`). Products over a batch that have the shape of such a matrix stay symbolic too, and so do
+:mod:`fedbraid.lowering.rows`). Products over a batch that have the shape of such a matrix stay symbolic, too, and so do
 linear operations on both. Products *with* such a matrix are computed from W0, X and D:
 
     x W = x W0 + (x X') D        and        dy W' = dy W0' + (dy D') X.
 
-Any other operation on a sum computes its value first and marks what it is made of as seen: then it was no use to keep
-it symbolic, and :mod:`fedbraid.lowering.grown` stores that matrix whole.
+Any other operation on a sum first computes its value and marks its matrices and products as seen. Rows then save
+nothing, and :mod:`fedbraid.lowering.grown` stores that matrix whole.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ Array = Any
 
 @dataclass
 class Pair:
-    """One product over a batch, ``a' b``, that was not computed."""
+    """One product over a batch, ``a' b``, that is kept symbolic."""
 
     a: Array
     b: Array
-    precision: Any  # that the product was traced with
-    seen: list[bool]  # one entry for each time that it had to be computed after all
+    precision: Any  # of the product when it was traced
+    seen: list[bool]  # one entry for each time that its value was needed
 
     def scaled(self, by: Any) -> Pair:
-        """The product times a scalar; the scalar goes into the factor of the wider dtype, or else the smaller one."""
+        """The product times a scalar: scales the factor of the wider dtype, or the smaller factor if both are equal."""
         same, wide = self.a.dtype == self.b.dtype, jnp.promote_types(self.a.dtype, self.b.dtype)
         into_a = self.a.size < self.b.size if same else self.a.dtype == wide
         return replace(self, a=self.a * by) if into_a else replace(self, b=self.b * by)
@@ -53,29 +53,29 @@ class Leaf:
     rows: Rows
     count: Array
     seen: bool = False
-    read: list[Array] = field(default_factory=list)  # what was computed from its rows
-    written: Array = None  # what was appended to the rows of left already
+    read: list[Array] = field(default_factory=list)  # values that were computed from its rows
+    written: Array = None  # the rows that were already appended to left
 
 
 @dataclass
 class Sum:
-    """``base W0 + old X' D + new products``, not computed. ``turned``: the terms of the leaf are transposed."""
+    """The symbolic sum ``base W0 + old X' D + new products``. ``turned``: W0 and X' D are transposed."""
 
     shape: tuple[int, ...]
     leaf: Leaf | None
     base: int  # 0 or 1
-    old: Any  # the factor of the rows so far; None: they are not part of the sum
+    old: Any  # the factor of the rows so far; None if they are not part of the sum
     new: list[Pair]
     turned: bool = False
 
     @property
     def itself(self) -> bool:
-        """Whether it is a matrix of the carry, unchanged."""
+        """Whether the sum is an unchanged matrix of the carry."""
         return self.base == 1 and self.unscaled and not self.new
 
     @property
     def unscaled(self) -> bool:
-        """Whether the rows so far are part of it with the factor 1."""
+        """Whether the rows so far have the factor 1."""
         return isinstance(self.old, float) and self.old == 1
 
     def transposed(self) -> Sum:
@@ -100,7 +100,7 @@ class Sum:
         return Sum(self.shape, owner.leaf, base, sum(old) if old else None, new, owner.turned)
 
     def value(self) -> Array:
-        """The sum, computed; everything in it is marked as seen."""
+        """Computes the sum and marks all its terms as seen."""
         total: Any = 0
         for pair in self.new:
             pair.seen.append(True)
@@ -116,7 +116,7 @@ class Sum:
 
 
 def value_of(value: Any) -> Array:
-    """An array, computed if it is a sum."""
+    """The array itself, or the computed value of a sum."""
     return value.value() if isinstance(value, Sum) else value
 
 
@@ -124,8 +124,8 @@ def value_of(value: Any) -> Array:
 
 
 def run_step(step: ClosedJaxpr, sites: tuple[Site, ...], slot, k, rest, rows):
-    """One step of one client: the carry's other leaves, and the rows with those that the step adds."""
-    # A lane whose queue is empty goes on with a client that has ended; its results are discarded.
+    """One step of one client. Returns the carry's other leaves, and the rows, those of this step included."""
+    # A lane whose queue is empty keeps stepping a client that has ended. Its results are discarded.
     leaves = [Leaf(s, each, jnp.minimum(k * s.rows, s.most)) for s, each in zip(sites, rows, strict=True)]
     outputs = follow_step(step, slot, k, rest, leaves)
     after = tuple(_appended(leaf, outputs.pop(leaf.site.leaf - i)) for i, leaf in enumerate(leaves))
@@ -165,7 +165,7 @@ def _appended(leaf: Leaf, value: Sum) -> Rows:
 def _follow(jaxpr: Jaxpr, consts: Iterable[Any], inputs: Iterable[Any], shapes: set, leaves: list[Leaf]) -> list[Any]:
     """Interpret a jaxpr; sums of products of the given shapes stay symbolic where possible."""
     environment = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, inputs, strict=True))
-    scalars: dict[Any, Any] = {}  # variables that are a broadcast scalar, and that scalar
+    scalars: dict[Any, Any] = {}  # for each variable that is a broadcast scalar: the scalar
 
     def known(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else environment[atom]
@@ -225,7 +225,7 @@ def _has_products(jaxpr: Jaxpr, shapes: set) -> bool:
 
 
 def _linear(name: str, params: dict[str, Any], values: list, numbers: list, summands: list) -> Sum | None:
-    """A linear operation on sums, or None if it must be computed."""
+    """The symbolic result of a linear operation on sums, or None if it must be computed."""
     if name == "transpose" and tuple(params["permutation"]) == (1, 0):
         return values[0].transposed()
     if name == "neg":
@@ -249,13 +249,14 @@ def _exact(precision: Any) -> bool:
 
 
 def _pair(shapes: set, equation, a, b) -> Sum | None:
-    """A product over a batch that has the shape of one of the matrices, or None if it must be computed."""
+    """The symbolic form of a product over a batch with the shape of a matrix, or None if it must be computed."""
     (contracting, batch), shape = equation.params["dimension_numbers"], _shape(equation.outvars[0])
     (first, second), precision = contracting, equation.params["precision"]
     if any(batch) or len(first) != 1 or a.ndim != 2 or b.ndim != 2 or shape not in shapes or _exact(precision):
         return None
-    # Sum.value computes it as jnp.matmul does. On a GPU with bfloat16 the inputs of a layer are bfloat16 and the
-    # gradients of its outputs float32. A product of two bfloat16 factors with a float32 result is another operation.
+    # Sum.value computes this product with jnp.matmul, whose result has the promoted dtype. On a GPU with bfloat16 the
+    # inputs of a layer are bfloat16 and the gradients of its outputs float32, so the result is float32. Two bfloat16
+    # factors with a float32 result would be another operation.
     if jnp.promote_types(a.dtype, b.dtype) != equation.outvars[0].aval.dtype:
         return None
     a, b = (m if axis == 0 else m.T for m, axis in zip((a, b), (first[0], second[0]), strict=True))
@@ -263,7 +264,7 @@ def _pair(shapes: set, equation, a, b) -> Sum | None:
 
 
 def _product(equation, a, b) -> Array | None:
-    """A product of an array with a matrix of the carry, unchanged, or None."""
+    """The product of an array with an unchanged matrix of the carry, or None for other products."""
     (contracting, batch), precision = equation.params["dimension_numbers"], equation.params["precision"]
     (first, second) = contracting
     if any(batch) or len(first) != 1 or (isinstance(a, Sum) and isinstance(b, Sum)) or _exact(precision):

@@ -37,7 +37,7 @@ def linear(forward: Callable, backward: Callable, residuals: PyTree, x: jax.Arra
 
 
 def computed_by(fast: Callable, plain: Callable) -> Callable:
-    """``plain``, computed by ``fast``, which has the same values but no derivatives; these are those of ``plain``.
+    """A function with the values of ``fast`` and the derivatives of ``plain``. Both must have the same values.
 
     >>> double = computed_by(lambda x: x + x, lambda x: 2 * x)
     >>> [float(value) for value in jax.jvp(double, (1.0,), (3.0,))]
@@ -88,7 +88,7 @@ def _batch(args, dims, *, forward, backward):
     *residuals, x = args
     *axes, at = dims
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
-    # x is always mapped, because its cotangent is
+    # x is always mapped, because its cotangent is mapped
     x = jnp.broadcast_to(x, (size, *x.shape)) if at is None else jnp.moveaxis(x, at, 0)
     mapped = {
         name: jax.vmap(function, in_axes=(*axes, 0))

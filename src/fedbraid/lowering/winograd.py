@@ -6,11 +6,11 @@ Networks", 2016. A tile of 4x4 outputs needs 6x6 inputs d and a 3x3 filter g; wi
     y = A^T [ (G g G^T) * (B^T d B) ] A        (* is the product entry by entry)
 
 so a layer is 36 matrix products [tiles, in] @ [in, out] instead of one [16 tiles, 9 in] @ [9 in, out]. The three
-transforms are products with the constant matrices B (x) B, G (x) G and A (x) A. Everything is a dense matrix product,
-forwards and backwards, which is what compilers do well, also in a loop on a CPU.
+transforms are products with the constant matrices B (x) B, G (x) G and A (x) A. Forwards and backwards, all operations
+are dense matrix products. Compilers make these fast, also in a loop on a CPU.
 
-Layers meet in the *block layout* [4, 4, rows, cols, B, C]: pixel (4r + i, 4c + j) of image b lies at [i, j, r, c, b].
-There, the overlapping 6x6 tiles are four plain slices, whose gradient is four plain additions.
+Inputs and outputs have the *block layout* [4, 4, rows, cols, B, C]: pixel (4r + i, 4c + j) of image b is at
+[i, j, r, c, b]. In this layout the overlapping 6x6 tiles are four plain slices, whose gradient is four plain additions.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ import numpy as np
 Array = jax.Array
 
 TILE = 4
-# The finite points at which the polynomials are evaluated; infinity is the sixth. The textbook's 0, +-1, +-2 lose three
-# times as many digits in single precision; since the transforms are matrix products anyway, the points cost nothing.
+# The finite points at which the polynomials are evaluated. The sixth point is infinity. The textbook's points 0, +-1,
+# +-2 have about three times the rounding error in single precision. The transforms are matrix products for any points,
+# so these are not slower.
 POINTS = (0.0, 0.75, -0.75, 1.5, -1.5)
 
 
 def cook_toom(points: tuple[float, ...] = POINTS, taps: int = 3) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """A^T [m, n], G [n, taps] and B^T [n, n] with correlate(d, g) = A^T [(G g) * (B^T d)], n = len(points) + 1.
 
-    B^T holds the polynomials that vanish at all points but one; G evaluates the filter there, divided by the value that
-    polynomial leaves; A^T are the powers of the points. The last row of each is the point at infinity.
+    Row i of B^T is the polynomial that is zero at all points but point i. Row i of G evaluates the filter at point i,
+    divided by that polynomial's value there. A^T are the powers of the points. The last row of each is for infinity.
     """
     n = len(points) + 1
     m = n - taps + 1
@@ -51,12 +52,12 @@ _A2, _G2, _B2 = (np.kron(matrix, matrix) for matrix in (_AT, _G, _BT))  # over r
 
 
 def blocks_for(size: int) -> int:
-    """How many blocks of input hold a valid 3x3 convolution over ``size`` pixels: those of its tiles, and one."""
+    """The number of input blocks of a valid 3x3 convolution over ``size`` pixels: its output tiles plus one."""
     return -(-(size - 2) // TILE) + 1
 
 
 def to_blocks(x: Array) -> Array:
-    """[B, H, W, C] in the block layout, with zeros below and to the right as far as ``conv_blocks`` reads."""
+    """[B, H, W, C] in the block layout, zero-padded below and to the right to the size that ``conv_blocks`` reads."""
     b, h, w, c = x.shape
     rows, cols = blocks_for(h), blocks_for(w)
     x = jnp.pad(x, ((0, 0), (0, TILE * rows - h), (0, TILE * cols - w), (0, 0)))
@@ -64,7 +65,7 @@ def to_blocks(x: Array) -> Array:
 
 
 def from_blocks(y: Array, h: int, w: int) -> Array:
-    """The block layout (of any block size) back to [B, h, w, C], cropped."""
+    """From the block layout (with any block size) back to [B, h, w, C], cropped."""
     p, q, rows, cols, b, c = y.shape
     return y.transpose(4, 2, 0, 3, 1, 5).reshape(b, rows * p, cols * q, c)[:, :h, :w]
 
@@ -84,5 +85,5 @@ def conv_blocks(x: Array, kernel: Array) -> Array:
 
 
 def _product(x: Array | np.ndarray, y: Array) -> Array:
-    # Full single precision also where the default is less (TF32): the transforms cancel large terms.
+    # Full single precision even if the default is lower (TF32): in the transforms large terms cancel.
     return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)

@@ -21,8 +21,8 @@ def emnist_cnn(classes: int = 62, *, dropout: bool = True, image: tuple[int, ...
 
     Args:
         classes: labels ``y`` run from 0 to classes - 1.
-        dropout: off leaves both dropout layers out, and training without randomness.
-        image: (height, width, channels); ``x`` may come flat or without its channel axis.
+        dropout: False leaves out both dropout layers; training then uses no random numbers.
+        image: (height, width, channels); ``x`` may be flat or without its channel axis.
 
     >>> import jax
     >>> params = emnist_cnn().init(jax.random.key(0))

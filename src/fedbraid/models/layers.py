@@ -1,4 +1,4 @@
-"""Parts that networks share: initialisation, shapes of inputs, dropout."""
+"""Functions that networks share: initialisation, shapes of inputs, dropout."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def conv_init(key: Array, window: tuple[int, int], channels: int, out: int) -> D
 
 
 def image_shape(image: Sequence[int]) -> tuple[int, int, int]:
-    """(height, width, channels), one channel where none is named."""
+    """(height, width, channels); one channel if only two sizes are given."""
     shape = tuple(image)
     if len(shape) not in (2, 3):
         raise ValueError(f"image must be (height, width) or (height, width, channels), got {shape}")
@@ -48,7 +48,7 @@ def image_shape(image: Sequence[int]) -> tuple[int, int, int]:
 
 
 def as_floats(x: Array, shape: Sequence[int]) -> Array:
-    """[B, ...] as floats of shape [B, *shape]. Numbers keep their values: scaling is the data's preprocessing."""
+    """[B, ...] as floats of shape [B, *shape]. Values are not scaled: the data's preprocessing does that."""
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         x = x.astype(jnp.float32)
@@ -60,7 +60,8 @@ def as_floats(x: Array, shape: Sequence[int]) -> Array:
 def dropout(x: Array, rate: float, key: Array | None) -> Array:
     """Each entry is 0 with probability ``rate`` and divided by ``1 - rate`` otherwise; ``key=None`` changes nothing.
 
-    The probability is rounded to 1/256 (0.25 and 0.5 are exact): one random byte an entry is four times cheaper.
+    The probability is rounded to 1/256 (0.25 and 0.5 are exact): one random byte per entry is four times cheaper than
+    a random float.
 
     >>> import jax, jax.numpy as jnp
     >>> sorted(set(dropout(jnp.ones(100), 0.5, jax.random.key(0)).tolist()))

@@ -1,6 +1,6 @@
-"""Linear models, convex in their parameters. They start at zero: the seed matters through the data alone.
+"""Linear models, convex in their parameters. They start at zero, so the seed of the initialisation has no effect.
 
-Losses are means over examples. Where a paper sums over a client's n examples and adds (lambda/2) ||w||^2, that is n
+Losses are means over examples. If a paper sums over a client's n examples and adds (lambda/2) ||w||^2, its loss is n
 times the loss here with ``l2 = lambda / n``.
 """
 
@@ -31,12 +31,13 @@ from fedbraid.models.model import (
 def least_squares(d: int, *, l2: float = 0.0, intercept: bool = False) -> Model:
     """Linear least squares: the mean of (x.w - y)^2 / 2, plus l2/2 ||w||^2. ``x`` [B, d], ``y`` [B].
 
-    The half makes the Hessian the features' second moment. Metrics: ``loss``, and ``squared_error`` without the half.
+    With the factor 1/2 the Hessian is the features' second moment. Metrics: ``loss``, and ``squared_error`` without
+    this factor.
 
     Args:
         d: the number of features.
         l2: weight of the penalty; the intercept is not penalised.
-        intercept: fit a constant ``b`` too.
+        intercept: also fit a constant ``b``.
 
     >>> import jax, jax.numpy as jnp
     >>> model = least_squares(2)
@@ -51,7 +52,7 @@ def least_squares(d: int, *, l2: float = 0.0, intercept: bool = False) -> Model:
 def logistic(d: int, *, l2: float = 0.0, intercept: bool = False) -> Model:
     """Binary logistic regression: the mean of log(1 + exp(-b x.w)), plus l2/2 ||w||^2. ``x`` [B, d], ``y`` [B].
 
-    The label b is +1 where ``y > 0`` and -1 elsewhere, so both {0, 1} and {-1, +1} will do. Pathak and Wainwright,
+    The label b is +1 where ``y > 0`` and -1 elsewhere, so ``y`` may be in {0, 1} or in {-1, +1}. Pathak and Wainwright,
     "FedSplit", 2020, eq. (20).
 
     >>> import jax, jax.numpy as jnp
@@ -75,7 +76,7 @@ def logistic(d: int, *, l2: float = 0.0, intercept: bool = False) -> Model:
 
 
 def one_versus_all(d: int, classes: int, *, l2: float = 0.0, intercept: bool = False) -> Model:
-    """One logistic regression a class: the mean over examples of sum_k log(1 + exp(-b_k x.w_k)), plus l2/2 ||w||^2.
+    """One logistic regression per class: the mean of sum_k log(1 + exp(-b_k x.w_k)), plus l2/2 ||w||^2.
 
     ``x`` [B, d], ``y`` [B] in 0 .. classes - 1; b_k is +1 for the label's class and -1 for the others. The prediction
     is the class of the largest x.w_k. Pathak and Wainwright, "FedSplit", 2020, eq. (21).
@@ -126,7 +127,7 @@ def _linear(d: int) -> Callable[[PyTree, Array, Array | None], Array]:
 
 
 def _l2_penalty(l2: Any) -> Callable[[PyTree], Array] | None:
-    """l2/2 ||w||^2, or None when ``l2`` is the number 0. A traced ``l2`` is let through, so it can be swept over."""
+    """l2/2 ||w||^2, or None if ``l2`` is the number 0. ``l2`` may be traced, so that a sweep can vary it."""
     if isinstance(l2, int | float):
         if not l2 >= 0:
             raise ValueError(f"l2 must be 0 or more, got {l2}")

@@ -4,9 +4,9 @@ Characters: McMahan et al., "Communication-Efficient Learning of Deep Networks f
 by Karimireddy et al., "Mime", 2021 (one layer) and by Charles and Konecny, "Convergence and Accuracy Trade-Offs in
 Federated Learning and Meta-Learning", 2021 (two layers). Words: Reddi et al., "Adaptive Federated Optimization", 2021.
 
-A batch holds ``x`` [B, T] token ids and ``y`` [B, T] the ids one position later. Id 0 is padding: it counts neither in
-the loss nor in the metrics, and as it only ends a sequence it changes nothing before it. The loss is the mean over all
-real tokens of all real examples, so a long sequence counts more than a short one.
+A batch holds ``x`` [B, T] token ids and ``y`` [B, T] the ids one position later. Id 0 is padding: it is left out of the
+loss and of the metrics. Padding is only at the end of a sequence, so it does not change the outputs before it. The loss
+is the mean over all real tokens of all real examples, so a long sequence has more weight than a short one.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ def char_lstm(
     compute: Compute = "float32",
     init: Init = "keras",
 ) -> Model:
-    """Embedding ``embed``, LSTM layers of ``hidden``, dense ``vocab``: the next character at every position.
+    """Embedding ``embed``, LSTM layers of ``hidden``, dense ``vocab``: predicts the next character at every position.
 
-    ``compute="bfloat16"`` rounds both factors of the recurrent products, and nothing else: sums, states and weights
-    stay float32. On a GPU the time of a step is that of reading the recurrent weights, which halves.
+    ``compute="bfloat16"`` rounds both factors of the recurrent products. Sums, states and weights stay float32. On a
+    GPU most of the time of a step is reading the recurrent weights, and this halves it.
 
-    ``init`` is whose defaults weights start from. Keras' embeddings are small (uniform up to 0.05), Haiku's are not
-    (normal of deviation 1, other weights 1 / sqrt(fan in), all cut off at two deviations), and it matters for long:
-    FedAvg on Shakespeare is at 46.3% of the characters after 200 rounds with the first, and at 48.7% with the second.
+    ``init`` names the library whose default initialisation is used. Keras' embeddings are uniform on +-0.05. Haiku's
+    are normal with standard deviation 1, its other weights have 1 / sqrt(fan in), and all are truncated at two standard
+    deviations. The choice matters for many rounds: FedAvg on Shakespeare has an accuracy of 46.3% after 200 rounds with
+    Keras' initialisation, and of 48.7% with Haiku's.
 
     With 90 symbols (86 characters, beginning, end, padding, unknown): 820,522 parameters in two layers, 295,210 in one.
 
@@ -69,15 +70,15 @@ def word_lstm(
     compute: Compute = "float32",
     init: Init = "keras",
 ) -> Model:
-    """Embedding ``embed``, one LSTM of ``hidden``, dense ``embed``, dense ``vocab``: the next word at every position.
+    """Embedding ``embed``, one LSTM of ``hidden``, dense ``embed``, dense ``vocab``: predicts the next word.
 
     4,050,748 parameters with 10,000 words, padding, beginning, end and unknown.
 
     Args:
         vocab: the number of ids, special ones included.
         uncounted: ids left out of the accuracy besides padding, such as unknown and end (Reddi et al.).
-        compute: of the recurrent products, as in `char_lstm`.
-        init: whose defaults weights start from, as in `char_lstm`.
+        compute: dtype of the factors of recurrent products, as in `char_lstm`.
+        init: the library whose default initialisation is used, as in `char_lstm`.
 
     >>> import jax
     >>> shapes = jax.eval_shape(word_lstm().init, jax.random.key(0))
@@ -105,7 +106,7 @@ def _language_model(vocab, layers, hidden, embed, projection, uncounted, compute
         return params if start == "keras" else _as_haiku(key, params)
 
     def apply(params, x, key):
-        x = jnp.take(params["embedding"], x.T.astype(jnp.int32), axis=0)  # positions first, all the way
+        x = jnp.take(params["embedding"], x.T.astype(jnp.int32), axis=0)  # positions first, in all layers
         for cell in params["lstm"]:
             x = _layer(cell, x, compute)
         if projection:
@@ -117,7 +118,7 @@ def _language_model(vocab, layers, hidden, embed, projection, uncounted, compute
 
 
 def _as_haiku(key: Array, params: Any) -> Any:
-    """Weights as Haiku draws them, in the place of others; biases stay."""
+    """The parameters with their weights drawn again with Haiku's initialisation; biases stay."""
 
     def draw(key: Array, like: Array, fan_in: int) -> Array:
         return jax.nn.initializers.truncated_normal(1 / fan_in**0.5)(key, like.shape, like.dtype)
@@ -136,7 +137,7 @@ def _as_haiku(key: Array, params: Any) -> Any:
 
 
 def lstm_init(key: Array, d: int, hidden: int) -> dict[str, Array]:
-    """Keras' defaults: Glorot-uniform kernel, orthogonal recurrent kernel, zero biases but 1 for the forget gate."""
+    """Keras' defaults: Glorot-uniform kernel, orthogonal recurrent kernel, biases 1 for the forget gate, else 0."""
     first, second = jax.random.split(key)
     return {
         "w": glorot_uniform(first, (d, 4 * hidden)),
@@ -151,18 +152,18 @@ def lstm(params: dict[str, Array], x: Array, compute: Compute = "float32") -> Ar
 
 
 def _layer(params: dict[str, Array], x: Array, compute: Compute) -> Array:
-    """The same with positions first: [T, B, d] to [T, B, hidden]."""
-    # The inputs' share of the gates needs no recurrence: one product for all positions.
+    """`lstm` with positions first: [T, B, d] to [T, B, hidden]."""
+    # The inputs' part of the gates needs no recurrence: one product for all positions.
     return recurrence(dense({"w": params["w"], "b": params["b"]}, x), params["u"], compute)
 
 
 def _rounded(u: Array, compute: Compute) -> Array:
-    """Weights as the loops multiply by them: rounded once, not at every position."""
+    """The weights in the dtype of the products: rounded once, not at every position."""
     return u.astype(jnp.bfloat16) if compute == "bfloat16" else u
 
 
 def _times(x: Array, u: Array) -> Array:
-    """``x @ u`` with x rounded as u is, summed in x's own precision."""
+    """``x @ u`` with x rounded to the dtype of u, summed in the dtype of x."""
     return jnp.matmul(x.astype(u.dtype), u, preferred_element_type=x.dtype)
 
 
@@ -200,7 +201,7 @@ def _before(x: Array) -> Array:
 
 
 def _slopes(c: Array, gates: Array) -> tuple[Array, Array, Array, Array]:
-    """What a change of the four gates, before activation, does to c (three of them) and to h (the last); f; dh/dc."""
+    """Derivatives by the gates before activation: of c by i, f, g, and of h by o. Also f = dc/dc_before, and dh/dc."""
     i, f, g, o = jnp.split(gates, 4, axis=-1)
     squashed = jnp.tanh(c)
     to_cell = jnp.concatenate([g * i * (1 - i), _before(c) * f * (1 - f), i * (1 - g * g)], axis=-1)
@@ -208,7 +209,7 @@ def _slopes(c: Array, gates: Array) -> tuple[Array, Array, Array, Array]:
 
 
 def _tangent(residuals: tuple[Array, ...], entering: Array) -> Array:
-    """What a change of the gates before activation, at every position, does to the states."""
+    """The tangent of the states, given that of the gates before activation at every position."""
     u, c, gates = residuals
 
     def step(carry, at):
@@ -224,7 +225,7 @@ def _tangent(residuals: tuple[Array, ...], entering: Array) -> Array:
 
 
 def _cotangent(residuals: tuple[Array, ...], dh: Array) -> Array:
-    """The transpose of `_tangent`: from the states back to the gates before activation."""
+    """The transpose of `_tangent`: the cotangent of the gates before activation, given that of the states."""
     u, c, gates = residuals
     if not _has_kernels(dh):
         return _cotangent_loop(u, c, gates, dh)
@@ -237,7 +238,7 @@ def _cotangent_loop(u: Array, c: Array, gates: Array, dh: Array) -> Array:
     columns = u.T
 
     def step(carry, at):
-        d_gates, dc = carry  # of the position after
+        d_gates, dc = carry  # of the next position
         dh, to_cell, to_state, f, through = at
         dh = dh + _times(d_gates, columns)
         dc = dc + through * dh
@@ -256,12 +257,12 @@ def recurrence(inputs: Array, u: Array, compute: Compute = "float32") -> Array:
 
 @recurrence.defjvp
 def _recurrence_jvp(compute, primals, tangents):
-    # Left to itself, JAX adds each position's share of u's gradient to an array of u's size: more memory traffic than
-    # the whole rest. Written like this, u's tangent enters before the loop, for all positions at once, and so its
-    # gradient leaves it as one product. The rule is exact and differentiable; forward mode works as well.
+    # By default, JAX adds each position's part of u's gradient to an array of u's size. This is more memory traffic
+    # than all other operations together. Here u's tangent enters before the loop, for all positions at once, so its
+    # gradient is one product after the loop. The rule is exact and differentiable, and forward mode works, too.
     (inputs, u), (d_inputs, d_u) = primals, tangents
     rounded = _rounded(u, compute)
     h, c, gates = _states(inputs, rounded)
-    # the transposed loop by hand: JAX's own reads and writes twice as many arrays at every position
+    # The transposed loop is written by hand: JAX's own reads and writes twice as many arrays at every position.
     entering = d_inputs + along_weights(_before(h), d_u)
     return h, linear(_tangent, _cotangent, (rounded, c, gates), entering)

@@ -1,7 +1,7 @@
 """A model is four pure functions over a pytree of arrays.
 
 A *batch* is a dict of arrays with one leading axis of B examples, plus ``batch["mask"]`` of shape [B]: 1 for a real
-example, 0 for padding. Images and features lie in ``batch["x"]``, targets in ``batch["y"]``.
+example, 0 for padding. Images and features are in ``batch["x"]``, targets in ``batch["y"]``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Model(NamedTuple):
     """A model as pure functions. ``params`` is a pytree of arrays only, so optax and ``vmap`` work on it.
 
     ``metrics`` and ``loss`` agree: ``total(metrics(params, batch)["loss"])`` is ``loss(params, batch, None)``, up to
-    rounding. ``metrics`` is a `fedbraid.Metrics` where it declares which direction of its values is better; a plain
-    function is fine if all its names are well known (`fedbraid.metric.KNOWN`).
+    rounding. ``metrics`` is a `fedbraid.Metrics`, which declares whether higher or lower values are better. It may be a
+    plain function if all its names are well known (`fedbraid.metric.KNOWN`).
 
     >>> import jax, jax.numpy as jnp
     >>> from fedbraid.models import softmax_regression, total
@@ -37,7 +37,7 @@ class Model(NamedTuple):
     """
 
     init: Callable[[Array], PyTree]  # (key) -> params
-    loss: Callable[[PyTree, Batch, Array | None], Array]  # (params, batch, key) -> scalar; key None: no dropout
+    loss: Callable[[PyTree, Batch, Array | None], Array]  # (params, batch, key) -> scalar; no dropout if key is None
     metrics: Callable[[PyTree, Batch], dict[str, tuple[Array, Array]]]  # {name: (sums [B], weights [B])}
     predict: Callable[[PyTree, Array], Array]  # (params, x) -> logits or outputs, evaluation mode
 
@@ -50,7 +50,7 @@ def check_sizes(**sizes: int) -> None:
 
 
 def mask_of(batch: Batch) -> Array:
-    """The batch's mask, all ones when it has none."""
+    """The batch's mask, or all ones if it has none."""
     if "mask" in batch:
         return batch["mask"]
     return jnp.ones(batch["x"].shape[0], jnp.float32)
@@ -78,7 +78,7 @@ def supervised(
     per_example: Callable[[Array, Array, Array], Mapping[str, tuple[Array, Array]]],
     penalty: Callable[[PyTree], Array] | None = None,
 ) -> Model:
-    """A model from a network and a scorer. Masks, means and penalties are applied here and nowhere else.
+    """A model from a network and a scorer. Masks, means and penalties are applied only here.
 
     Args:
         init: (key) -> params.
@@ -107,7 +107,7 @@ def supervised(
 def score_classes(logits: Array, y: Array, mask: Array) -> dict[str, tuple[Array, Array]]:
     """Cross entropy and top-1 accuracy of integer labels; logits [B, classes]."""
     mask = mask.astype(logits.dtype)
-    # Padding may carry any label; a real label out of range gives nan rather than a silently wrong loss.
+    # Padding may have any label. A real label out of range gives NaN, so that the loss is not silently wrong.
     y = jnp.where(mask > 0, y.astype(jnp.int32), 0)
     return {
         "loss": (cross_entropy(logits, y) * mask, mask),
@@ -131,8 +131,8 @@ def score_tokens(
 ) -> dict[str, tuple[Array, Array]]:
     """Cross entropy and accuracy of token ids ``y`` [B, T]; logits [B, T, vocab].
 
-    A token counts when its example is real and its id is not ``padding``; an example's weight is its number of such
-    tokens. ``uncounted`` ids (unknown word, end of sentence) are left out of the accuracy too, though not of the loss.
+    A token counts if its example is real and its id is not ``padding``. An example's weight is its number of such
+    tokens. ``uncounted`` ids (unknown word, end of sentence) count in the loss but not in the accuracy.
     """
     y = y.astype(jnp.int32)
     real = (y != padding) & (mask > 0)[:, None]

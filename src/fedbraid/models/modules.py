@@ -1,4 +1,4 @@
-"""Models written with other libraries: equinox, flax, or plain functions."""
+"""Models written with equinox, flax, or plain functions."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def from_functions(
 
     Args:
         init: (key) -> params.
-        loss: (params, batch, key) -> scalar; it must take ``batch["mask"]`` into account itself.
+        loss: (params, batch, key) -> scalar; it must apply ``batch["mask"]`` itself.
         metrics: (params, batch) -> {name: (sums [B], weights [B])}; without it the only metric is the batch's loss.
-            A `fedbraid.Metrics` declares names that are not well known.
+            Use a `fedbraid.Metrics` to declare names that are not well known.
         predict: (params, x) -> outputs.
 
     >>> import jax, jax.numpy as jnp
@@ -51,10 +51,10 @@ def from_equinox(module: Any, *, score: str | Score = "classes", batched: bool =
     """A model from an equinox module. The engine makes its convolutions fast (docs/lowering.md).
 
     ``params`` are the module's floating-point arrays; everything else in it is fixed. In training the module gets a
-    ``key`` (one an example) if its call takes one; in evaluation it runs in ``equinox.nn.inference_mode`` without.
+    ``key`` for each example if its call takes one. In evaluation it runs in ``equinox.nn.inference_mode``, without key.
 
     Args:
-        module: the module, or (key) -> module. A finished module starts where it is, whatever the seed.
+        module: the module, or (key) -> module. A module starts with its own weights, for every seed.
         score: ``"classes"`` (cross entropy, accuracy), ``"values"`` (squared error), ``"tokens"`` (sequences, 0 is
             padding), or (outputs, y, mask) -> {name: (sums [B], weights [B])} with a metric ``"loss"``, as a
             `fedbraid.Metrics` if other names are not well known.
@@ -112,9 +112,9 @@ def from_flax(
         example: an input of the right shape, with its batch axis, for ``module.init``.
         score: as in ``from_equinox``.
         training: further arguments of a training call, such as ``{"train": True}``; its key is ``rngs["dropout"]``.
-        evaluation: those of an evaluation call and of ``init``, such as ``{"train": False}``.
+        evaluation: further arguments of an evaluation call and of ``init``, such as ``{"train": False}``.
 
-    >>> class Scale:  # what flax.linen modules offer
+    >>> class Scale:  # has the methods of a flax.linen module
     ...     def init(self, key, x):
     ...         return {"params": jax.numpy.ones(x.shape[1:])}
     ...     def apply(self, variables, x, rngs=None):

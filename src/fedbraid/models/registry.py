@@ -1,4 +1,4 @@
-"""Models by name, sized from a data set: what a config file names."""
+"""Models by the name in a config file, with sizes taken from the data set."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def build(name: str, example_shapes: Shapes, num_classes: int | None = None, **o
 
     Args:
         name: a name in ``MODELS``, or ``"module:attribute"`` (see ``resolve``) of a ``Model`` or of a function that
-            returns one; that function gets ``options``, and ``example_shapes`` and ``num_classes`` if it asks for them.
+            returns one. That function gets ``options``, and ``example_shapes`` and ``num_classes`` if it takes them.
         example_shapes: the shape of one example of each field, such as ``{"x": (28, 28), "y": ()}``.
-        num_classes: how many labels there are (for sequences: symbols); None for regression.
-        options: further arguments of the factory; they override what the data set says.
+        num_classes: the number of labels (for sequences: of symbols); None for regression.
+        options: further arguments of the factory; they override the sizes of the data set.
 
     >>> model = build("mlp", {"x": (28, 28), "y": ()}, 62, hidden=[50])
     >>> import jax
@@ -91,7 +91,7 @@ def build(name: str, example_shapes: Shapes, num_classes: int | None = None, **o
         sizes[argument] = size(example_shapes, num_classes)
         if sizes[argument] is None:
             raise ValueError(
-                f"model {name!r} needs {argument!r} and the data does not say it: set the option {argument}"
+                f"model {name!r} needs {argument!r}, which the data does not have: set the option {argument}"
             )
     return factory(**sizes, **options)
 
@@ -110,14 +110,14 @@ def _build_user(name: str, example_shapes: Shapes, num_classes: int | None, opti
             raise ValueError(f"{name} cannot be called with the options {sorted(arguments)}: {error}") from None
         found = found(**arguments)
     elif options:
-        raise ValueError(f"{name} is a finished model and takes no options, got {sorted(options)}")
+        raise ValueError(f"{name} is a Model, not a function, and takes no options, got {sorted(options)}")
     if not isinstance(found, Model):
         raise ValueError(f"{name} returned a {type(found).__name__}; it must return a fedbraid.models.Model")
     return found
 
 
 def resolve(reference: str) -> Any:
-    """The object at ``"module:attribute"``; the module must be importable from where the program runs.
+    """The object at ``"module:attribute"``. The module must be importable.
 
     >>> resolve("fedbraid.models:mlp").__name__
     'mlp'

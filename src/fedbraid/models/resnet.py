@@ -1,9 +1,9 @@
 """ResNet-18 with group normalisation, for small images.
 
-He et al., "Deep Residual Learning for Image Recognition", 2016; Wu and He, "Group Normalization", 2018. Batch
-statistics of a client's few, similar examples mislead the others, so federated work uses group normalisation instead
-(Hsieh et al., "The Non-IID Data Quagmire", 2020); two groups a layer, as in Reddi et al., "Adaptive Federated
-Optimization", 2021.
+He et al., "Deep Residual Learning for Image Recognition", 2016; Wu and He, "Group Normalization", 2018. A client has
+few and similar examples, so its batch statistics are wrong for other clients. Federated work therefore uses group
+normalisation (Hsieh et al., "The Non-IID Data Quagmire", 2020), with two groups a layer as in Reddi et al., "Adaptive
+Federated Optimization", 2021.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def resnet18_gn(
         image: (height, width, channels); 24x24x3 are the cropped images of federated CIFAR-100.
         groups: groups of channels normalised together.
         width: channels of the first blocks, doubled three times.
-        stem: ``"small"`` starts with a 3x3 convolution at full size, as is usual for 32x32 images; ``"large"`` with a
-            7x7 one of stride 2 and a max pool of 2, much as for ImageNet: a sixteenth of the work.
+        stem: ``"small"`` starts with a 3x3 convolution at full size, as is usual for 32x32 images. ``"large"`` starts
+            with a 7x7 convolution of stride 2 and a max pool of 2, similar to ImageNet: a sixteenth of the work.
 
     >>> import jax
     >>> shapes = jax.eval_shape(resnet18_gn(100).init, jax.random.key(0))
@@ -87,7 +87,7 @@ def _unit_init(key: Array, window: int, channels: int, out: int) -> dict[str, Ar
 
 
 def group_norm(x: Array, scale: Array, shift: Array, groups: int, epsilon: float = 1e-5) -> Array:
-    """[B, H, W, C] with mean 0 and variance 1 over space and each of ``groups`` runs of channels, then affine."""
+    """Normalises [B, H, W, C] to mean 0 and variance 1 over space and groups of channels, then scales and shifts."""
     b, h, w, c = x.shape
     grouped = x.reshape(b, h * w, groups, c // groups)
     mean = grouped.mean((1, 3), keepdims=True)

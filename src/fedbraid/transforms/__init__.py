@@ -1,4 +1,4 @@
-"""Transforms, ``Algorithm -> Algorithm``: they stack, and every interpreter of an algorithm reads the result."""
+"""Transforms, ``Algorithm -> Algorithm``: they can be stacked, and the result is used like any algorithm."""
 
 from collections.abc import Callable, Mapping
 
@@ -54,8 +54,8 @@ TRANSFORMS: Mapping[str, Callable[..., Algorithm]] = {
     "top_k": top_k,
     "trimmed_mean": trimmed_mean,
 }
-"""Transforms that a config can name: ``factory(algorithm, **options)``, with plain numbers and words as options.
+"""Transforms that a config can name: ``factory(algorithm, **options)``, with numbers and strings as options.
 
-``elastic`` also takes the model's ``outputs``, which a config gets from its model. ``attack`` and ``admit_if`` are not
-here: the one needs marked data and is a section of its own, the other needs a function.
+``elastic`` also takes the model's ``outputs``, which a config gets from its model. ``attack`` is not here because it
+needs marked data and has its own section. ``admit_if`` is not here because it needs a function.
 """

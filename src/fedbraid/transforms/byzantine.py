@@ -1,11 +1,11 @@
-"""Clients that lie: an attack for experiments with robust reductions.
+"""Byzantine clients: an attack for experiments with robust reductions.
 
 L. Lamport, R. Shostak, M. Pease. The Byzantine Generals Problem. ACM TOPLAS 1982; for federated learning see the papers
 named in :mod:`fedbraid.transforms.robust`.
 
-Who lies is a fact about the client, so it is written into its data: :func:`fedbraid.data.mark` adds a field
-``byzantine`` of 0 and 1, one value per client repeated over its rows. The attacked client trains as it should and
-sends ``factor`` times its upload: -1 flips the sign, 100 scales. Its weight and its state stay as they are.
+Attackers are marked in their data: :func:`fedbraid.data.mark` adds a field ``byzantine`` of 0 and 1, one value per
+client repeated over its rows. An attacker trains like any client and sends ``factor`` times its upload: -1 flips the
+sign, 100 scales. Its weight and its state are not changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PyTree = Any
 def attack(alg: Algorithm, *, factor: Any = -1.0, exchanges: Sequence[str] | None = None) -> Algorithm:
     """Clients marked in the data (see :func:`fedbraid.data.mark`) send ``factor`` times their upload.
 
-    Put it over everything that honest clients do, ``attack(clip(algorithm))``: an attacker leaves out what it likes.
+    Apply it outside the other transforms of clients, ``attack(clip(algorithm))``: an attacker need not clip.
 
     >>> from fedbraid.algorithms import fedavg
     >>> alg = attack(fedavg(lambda params, batch, key: jnp.sum(params**2)), factor=100.0)
@@ -45,7 +45,7 @@ def attack(alg: Algorithm, *, factor: Any = -1.0, exchanges: Sequence[str] | Non
     return change_exchanges(alg, exchanges, change)
 
 
-# Steps see batches, so a pass of one step reads the flag off a row.
+# A client function sees its data only as batches, so a fold of one step reads the flag from one row.
 _LOOK = Fold(
     start=lambda down, state, key: jnp.zeros((), jnp.uint8),
     step=lambda flag, batch, key, down: _flag_of(batch),
@@ -56,5 +56,5 @@ _LOOK = Fold(
 
 def _flag_of(batch: dict) -> Any:
     if BYZANTINE not in batch:
-        raise StructureError(f"the data does not say who lies: add the field {BYZANTINE!r} with fedbraid.data.mark")
+        raise StructureError(f"the data marks no attackers: add the field {BYZANTINE!r} with fedbraid.data.mark")
     return batch[BYZANTINE][0].astype(jnp.uint8)

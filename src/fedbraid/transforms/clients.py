@@ -1,6 +1,6 @@
-"""How a transform changes a client: what it is given, what it reports, or one more pass over its examples.
+"""How a transform changes a client: its inputs, its report, or one more pass over its examples.
 
-A client that is cut into local steps stays so: an engine still runs the steps of many clients together.
+A client made of local steps stays one: an engine can still run the steps of many clients together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fedbraid.local import ClientData, Fold, LocalWork
 __all__ = ["map_inputs", "map_report", "with_fold"]
 
 PyTree = Any
-_CHANGE = 0x5EED  # the purpose of a transform's own randomness, apart from what the client draws
+_CHANGE = 0x5EED  # folded into the client's key to get the transform's own random key
 
 
 def map_report(client: Callable, change: Callable) -> Callable:
@@ -44,7 +44,7 @@ def _same(value: PyTree) -> PyTree:
 
 
 def map_inputs(client: Callable, *, down: Callable = _same, state: Callable = _same) -> Callable:
-    """The client given ``down(message)`` and ``state(client_state)``: for transforms that put more into either."""
+    """The client called with ``down(message)`` and ``state(client_state)``: for transforms that extend these."""
     if isinstance(client, LocalWork):
 
         def adapt(fold: Fold) -> Fold:

@@ -1,8 +1,8 @@
-"""Arrays in fewer bytes: quantized numbers packed into bytes, and the few largest entries with their places.
+"""Compressed arrays: quantized numbers packed into bytes, or the few largest entries with their indices.
 
-A code is a pytree node that may stand for an array inside an upload. It knows two things: the array it stands for
-(``decode``) and the code of that array times a number (``scaled``), which is what clipping and attacks need. Its leaves
-are what is sent, so the cost of a message is read off them.
+A code is a pytree node that replaces an array inside an upload. It has two methods: ``decode`` returns the array, and
+``scaled`` returns the code of the array times a number, for clipping and attacks. Its leaves are the bytes that are
+sent, so they give the cost of a message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Norm = Literal["max", "l2"]
 
 
 def per_byte(levels: int) -> int:
-    """How many numbers of ``2 levels + 1`` values each go into one byte.
+    """How many numbers, each with ``2 levels + 1`` possible values, fit into one byte.
 
     >>> per_byte(127), per_byte(7), per_byte(1)
     (1, 2, 5)
@@ -41,7 +41,7 @@ def per_byte(levels: int) -> int:
 )
 @dataclass(frozen=True)
 class Quantized:
-    """Whole numbers from ``-levels`` to ``levels`` times a scale per bucket, packed several to a byte if they fit."""
+    """Integers from ``-levels`` to ``levels`` times a scale per bucket, several packed into a byte if they fit."""
 
     packed: Any  # uint8
     scale: Any  # one per bucket
@@ -62,21 +62,22 @@ class Quantized:
 
 
 def _spread(per_bucket: Any, bucket: int, d: int) -> Any:
-    """A number per bucket as a number per entry."""
+    """Repeats one number per bucket to one per entry."""
     if per_bucket.shape == (1,):
         return per_bucket
     return jnp.repeat(per_bucket, bucket, total_repeat_length=len(per_bucket) * bucket)[:d]
 
 
 def quantized(key: Any, array: Any, *, levels: int, norm: Norm, bucket: int | None, shrink: bool = False) -> Quantized:
-    """``array`` rounded at random to ``levels`` steps each way, without bias.
+    """``array`` rounded at random, without bias, to a grid of ``levels`` steps for each sign.
 
-    In a bucket the step is its largest magnitude (or its Euclidean norm, QSGD's choice) over ``levels``, and an entry
-    of y steps becomes floor(y + U) with U uniform on [0, 1): its mean is y, its variance f (1 - f) for the fraction f.
+    The step of a bucket is its largest magnitude (or its Euclidean norm, as in QSGD) divided by ``levels``. An entry of
+    y steps becomes floor(y + U) with U uniform on [0, 1). Its mean is y, and its variance f (1 - f) with f the
+    fractional part of y.
 
-    ``shrink`` divides by 1 + omega, omega being that variance over the array's squared norm: the mean squared error is
-    then exactly omega / (1 + omega) of the squared norm. Error feedback needs an error below 1, which an unbiased
-    rounding to few levels alone does not have.
+    ``shrink`` divides the result by 1 + omega, where omega is the total variance divided by the array's squared norm.
+    The mean squared error is then exactly omega / (1 + omega) of the squared norm. Error feedback needs this ratio to
+    be below 1, and unbiased rounding to few levels alone can exceed 1.
     """
     wide = array.dtype if array.dtype.itemsize >= 4 else np.dtype(np.float32)
     x = array.reshape(-1).astype(wide)
@@ -99,14 +100,14 @@ def quantized(key: Any, array: Any, *, levels: int, norm: Norm, bucket: int | No
 
 
 def quantized_bytes(d: int, itemsize: int, levels: int, bucket: int | None) -> int:
-    """What ``quantized`` makes of ``d`` numbers."""
+    """The number of bytes of ``d`` numbers after ``quantized``."""
     return -(-d // per_byte(levels)) + max(itemsize, 4) * (1 if bucket is None else -(-d // bucket))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["values", "places"], meta_fields=["shape"])
 @dataclass(frozen=True)
 class Sparse:
-    """Some entries of an array and their places in it; the others are 0."""
+    """Some entries of an array and their indices; the other entries are 0."""
 
     values: Any  # may be a code itself
     places: Any
@@ -128,7 +129,7 @@ def sparse(array: Any, count: int) -> Sparse:
 
 
 def place_dtype(d: int) -> Any:
-    """The smallest whole numbers that can name ``d`` places."""
+    """The smallest unsigned integer dtype that can index ``d`` entries."""
     return np.dtype(np.uint8 if d <= 1 << 8 else np.uint16 if d <= 1 << 16 else np.uint32)
 
 
@@ -136,17 +137,17 @@ CODES = (Quantized, Sparse)
 
 
 def is_code(node: Any) -> bool:
-    """Whether a node of an upload stands for an array in another form."""
+    """Whether a node of an upload is a code."""
     return isinstance(node, CODES)
 
 
 def decoded(tree: Any, kinds: tuple[type, ...] = CODES) -> Any:
-    """The upload with every code of these kinds replaced by what it stands for."""
+    """The upload with every code of these kinds replaced by the array that it encodes."""
     return _map_codes(lambda node: node.decode() if isinstance(node, kinds) else node, tree, kinds)
 
 
 def scaled(tree: Any, factor: Any) -> Any:
-    """The upload times a number, in the form in which it is sent."""
+    """The upload times a number; codes stay codes."""
 
     def one(node: Any) -> Any:
         if is_code(node):

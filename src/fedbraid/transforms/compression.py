@@ -1,21 +1,21 @@
-"""Uploads in fewer bytes: stochastic quantization and top-k, with error feedback.
+"""Compressed uploads: stochastic quantization and top-k, with error feedback.
 
 D. Alistarh, D. Grubic, J. Li, R. Tomioka, M. Vojnovic. QSGD: Communication-Efficient SGD via Gradient Quantization and
 Encoding. NeurIPS 2017. S. Stich, J.-B. Cordonnier, M. Jaggi. Sparsified SGD with Memory. NeurIPS 2018. S. P.
 Karimireddy, Q. Rebjock, S. Stich, M. Jaggi. Error Feedback Fixes SignSGD and other Gradient Compression Schemes. ICML
 2019.
 
-Each array of an upload is replaced by a code (:mod:`fedbraid.transforms.codes`), whose bytes are what is sent:
+Each array of an upload is replaced by a code (:mod:`fedbraid.transforms.codes`), whose bytes are sent:
 
-    quantize   8 or 4 bits a number: 127 or 7 steps each way of max |x| / steps, and one number per array
-    qsgd       ``levels`` steps each way of ||x|| / levels, per bucket of entries; base 2 levels + 1 digits in bytes
-    top_k      the entries of largest magnitude, with their places
+    quantize   8 or 4 bits a number: 127 or 7 steps for each sign, of max |x| / steps, and one scale per array
+    qsgd       ``levels`` steps for each sign, of ||x|| / levels, per bucket of entries; base 2 levels + 1 digits
+    top_k      the entries of largest magnitude, with their indices
 
-An array that a code would not make smaller is sent as it is. Quantization is unbiased; top-k is not, so by default it
-runs with error feedback: a client sends C(u + e) and keeps e <- u + e - C(u + e), for the pseudograd. What the code
-left out comes later, and ||e|| stays bounded since the error of C is a fixed share of its input. If an upload is lost,
-the client's state is as if the round had not been: e is not lost. The aux has no residual: an algorithm that needs its
-aux decoded as meant reconciles its state to what was decoded, which is a feedback of its own.
+An array that a code would not make smaller is sent unchanged. Quantization is unbiased. Top-k is not, so by default it
+runs with error feedback: a client sends C(u + e) and keeps e <- u + e - C(u + e), for the pseudograd. So the error is
+sent in later rounds, and ||e|| stays bounded because the error of C is a fixed share of its input. If an upload is
+lost, the client's state does not change: e is kept. The aux has no residual. An algorithm whose state depends on its
+aux reconciles the state with the decoded aux, which has the effect of error feedback.
 
 Sends: the codes up, the message down unchanged. Keeps: with error feedback, one array like the model on every client.
 """
@@ -49,10 +49,10 @@ def quantize(
     aux: bool = True,
     exchanges: Sequence[str] | None = None,
 ) -> Algorithm:
-    """Uploads of 8 or 4 bits a number, rounded at random so that their mean is right.
+    """Uploads of 8 or 4 bits a number, rounded at random without bias.
 
-    bucket: entries that share a scale; None: one scale per array.
-    error_feedback: keep what was rounded away, and send it later. aux: whether aux is compressed too.
+    bucket: number of entries that share a scale; None means one scale per array.
+    error_feedback: clients keep the rounding error, and add it to their next upload. aux: whether to compress aux, too.
 
     >>> from fedbraid import cost, fedavg
     >>> alg = quantize(fedavg(lambda params, batch, key: jnp.sum(params**2)), bits=4)
@@ -73,9 +73,9 @@ def qsgd(
     aux: bool = True,
     exchanges: Sequence[str] | None = None,
 ) -> Algorithm:
-    """QSGD: ``levels`` steps each way, in units of the Euclidean norm of a bucket of entries.
+    """QSGD: ``levels`` steps for each sign, in units of the Euclidean norm of a bucket of entries.
 
-    Five numbers go into a byte with one level, three with 2, two with 3 to 7, one with 8 to 127.
+    A byte holds five numbers with 1 level, three with 2, two with 3 to 7, one with 8 to 127.
 
     >>> from fedbraid import cost, fedavg
     >>> alg = qsgd(fedavg(lambda params, batch, key: jnp.sum(params**2)), levels=1, bucket=500)
@@ -119,9 +119,9 @@ def top_k(
     aux: bool = True,
     exchanges: Sequence[str] | None = None,
 ) -> Algorithm:
-    """Of each array only the ``fraction`` of its entries that are largest in magnitude, at least one, and their places.
+    """Sends the ``fraction`` of each array's entries that are largest in magnitude, at least one, and their indices.
 
-    Places take 1, 2 or 4 bytes, as the array's size asks. The values can be quantized: ``quantize(top_k(algorithm))``.
+    An index takes 1, 2 or 4 bytes, depending on the array's size. Values can be quantized: ``quantize(top_k(alg))``.
 
     >>> from fedbraid import cost, fedavg
     >>> alg = top_k(fedavg(lambda params, batch, key: jnp.sum(params**2)), fraction=0.01)
@@ -141,7 +141,7 @@ def top_k(
 
 
 def _each_float(one: Callable[[Any, Any], Any], refused: tuple[type, ...], why: str) -> Encode:
-    """Encode every array of real numbers; whole numbers and bits stay as they are."""
+    """Encode every array of floats; integers and booleans stay unchanged."""
 
     def encode(tree: PyTree, key: Any) -> PyTree:
         nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, refused))
@@ -197,19 +197,19 @@ def _feed_back(exchange: Exchange, encode: Callable, decode: Callable, name: str
         if jax.tree.structure(report.up.pseudograd) != jax.tree.structure(residual):
             raise StructureError(
                 f"{name}: error feedback keeps a residual like the parameters, but the pseudograd of exchange "
-                f"{exchange.name!r} is not like them; leave the feedback to the innermost compression, "
-                "or give error_feedback=False"
+                f"{exchange.name!r} has another structure; use error feedback in the innermost compression only, "
+                "or pass error_feedback=False"
             )
         if "pseudograd" in exchange.keeps:
             raise StructureError(
-                f"{name}: clients of exchange {exchange.name!r} set their state by what the server decoded of their "
-                "pseudograd, so what is rounded away comes back by itself; a residual would send it twice. "
-                "Give error_feedback=False"
+                f"{name}: clients of exchange {exchange.name!r} correct their state by the decoded pseudograd, so they "
+                "send the rounding error again in later rounds; error feedback would send it twice. "
+                "Pass error_feedback=False"
             )
         meant = jax.tree.map(jnp.add, report.up.pseudograd, residual)
         sent = encode(Up(meant, report.up.aux), down, key)
         got = decode(sent)
-        # only what this code left out is kept: what an outer transform takes away (clipping) is meant to stay away
+        # keep only the error of this code: what an outer transform removes (clipping) must not be sent later
         left = jax.tree.map(jnp.subtract, meant, got.pseudograd)
         state = exchange.reconcile(report.state, report.up, got)
         return report._replace(up=sent, state=state._replace(own=state.own | {exchange.name: left}))

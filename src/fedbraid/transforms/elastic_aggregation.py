@@ -1,4 +1,4 @@
-"""Elastic aggregation: each parameter moves the less, the more the model's output depends on it.
+"""Elastic aggregation: the more the model's output depends on a parameter, the less the parameter moves.
 
 D. Chen, J. Hu, V. J. Tan, X. Wei, E. Wu. Elastic Aggregation for Federated Optimization. CVPR 2023, and its supplement.
 
@@ -12,10 +12,10 @@ It uploads Omega_k with its update; the server averages both with the same weigh
 
     zeta_i = 1 + tau - Omega_i / max_j Omega_j,
 
-the maximum being over all coordinates of all arrays; when it is 0 there is nothing to rank, and zeta = 1. The
-algorithm inside, whatever it is, receives zeta * pseudograd and moves along its negative: towards the clients' models.
+with the maximum over all coordinates of all arrays. If it is 0, zeta = 1. The algorithm inside receives
+zeta * pseudograd and moves along its negative: towards the clients' models.
 
-Sends: what the algorithm sends, and one array of the model's size up (FedAvg 2x becomes 3x). Keeps: nothing.
+Sends: the messages of the algorithm, and one array of the model's size up (FedAvg 2x becomes 3x). Keeps: no state.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Sensing(NamedTuple):
 
 
 def elasticity(omega: PyTree, tau: Any) -> PyTree:
-    """zeta = 1 + tau - Omega / max Omega, for all arrays together; 1 where nothing is sensitive.
+    """zeta = 1 + tau - Omega / max Omega, with the maximum over all arrays; 1 if Omega is 0 everywhere.
 
     >>> [float(z) for z in elasticity([jnp.array(4.0), jnp.array(1.0)], 0.5)]
     [0.5, 1.25]
@@ -90,10 +90,10 @@ def elastic(
     """Elastic aggregation over any algorithm with a "train" exchange.
 
     outputs: ``(params, batch) -> F``, the model's outputs with the examples along the first axis.
-    tau: parameters of no influence move by 1 + tau, the most sensitive one by tau.
-    mu: of the momentum form. batch_size: examples per g; 1 with "average" is eq. 1 to the letter.
-    held_out: the share of a client's rows in B_k, its last ones; no exchange trains on them. A client's only row
-        serves both.
+    tau: updates are scaled by 1 + tau where the output does not depend on a parameter, by tau at the most sensitive.
+    mu: decay of the momentum form. batch_size: examples per g; 1 with "average" is exactly eq. 1.
+    held_out: the share of a client's rows in B_k, its last rows; no exchange trains on them. If a client has only one
+        row, it is used for both.
 
     >>> from fedbraid.algorithms import fedavg
     >>> alg = elastic(fedavg(lambda params, batch, key: jnp.sum(params**2)), lambda params, batch: batch["x"] @ params)
@@ -145,12 +145,12 @@ def _sensing(outputs: Callable, mu: Any, sensitivity: str, batches: Batches) -> 
 
 
 def _check_kept(exchange: Exchange) -> None:
-    """Refuse clients that keep their pseudograd: the server scales it in a way that they cannot know."""
+    """Refuse clients that keep their pseudograd: the server scales it by factors that they do not know."""
     if "pseudograd" in exchange.keeps:
         raise StructureError(
-            f"elastic over exchange {exchange.name!r} would part the server from its clients: they keep the update "
-            "they sent (as in h = mean g_i), and the server takes another, scaled one. SCAFFOLD, whose clients keep "
-            "only their aux, can be used"
+            f"elastic over exchange {exchange.name!r}: the states of server and clients would disagree. Clients keep "
+            "the update they sent (as in h = mean g_i), but the server scales it. SCAFFOLD can be used: its clients "
+            "keep only their aux"
         )
 
 
@@ -192,7 +192,7 @@ def _bare(up: Up) -> Up:
 
 
 def _averaged(reducer: Reducer) -> Reducer:
-    """Update and sensitivity, both averaged: still a mean, so that another rule may replace it."""
+    """The weighted means of update and sensitivity. It is still a mean, so another rule may replace it."""
 
     def decode(up: Up) -> Up:
         bare = reducer.decode(_bare(up))

@@ -1,23 +1,24 @@
-"""Clipping, Gaussian noise and the accountant: user-level differential privacy over any algorithm.
+"""User-level differential privacy over any algorithm: clipping, Gaussian noise and the accountant.
 
 H. B. McMahan, D. Ramage, K. Talwar, L. Zhang. Learning Differentially Private Recurrent Language Models. ICLR 2018
 (DP-FedAvg). G. Andrew, O. Thakkar, H. B. McMahan, S. Ramaswamy. Differentially Private Learning with Adaptive Clipping.
 NeurIPS 2021.
 
-    clip            u <- u min(1, C / ||u||), the norm being that of the whole upload: pseudograd and aux together
+    clip            u <- u min(1, C / ||u||), with the norm of the whole upload: pseudograd and aux together
     adaptive_clip   each client adds one bit b = [||u|| <= C]; the server sets C <- C exp(-rate (mean b - quantile))
     dp              clipping, weights of 1, and noise N(0, (z C)^2) on every coordinate of the sum of the uploads
 
-The sum of uploads changes by at most C when one client comes or goes, so z is the noise multiplier of a Gaussian
-mechanism and :func:`epsilon` is what dp-accounting says of it. With adaptive clipping the bits are noised too, by
-N(0, s_b^2) on their sum, and the uploads by z_u = (z^-2 - (2 s_b)^-2)^(-1/2), which together cost what z costs.
+The sum of uploads changes by at most C if one client is added or removed. So z is the noise multiplier of a Gaussian
+mechanism, and :func:`epsilon` is computed by dp-accounting. With adaptive clipping the bits get noise, too: N(0, s_b^2)
+on their sum. The noise multiplier of the uploads is then z_u = (z^-2 - (2 s_b)^-2)^(-1/2), so that both together cost
+the same epsilon as z.
 
-Where the noise is added: ``where="server"`` adds it to the reduced upload. An algorithm whose clients keep what they
-uploaded (SCAFFOLD's c = mean c_i, FedSplit's x = mean z_i) would lose that agreement, so there it is refused, and
-``where="clients"`` lets each client add its share, which the client knows and reconciles.
+Where the noise is added: ``where="server"`` adds it to the reduced upload. Some algorithms have clients that keep their
+uploads as state (SCAFFOLD's c = mean c_i, FedSplit's x = mean z_i). Noise at the server would break these equations, so
+it is refused there. With ``where="clients"`` each client adds its share, knows it, and reconciles its state.
 
 The accountant assumes that each client takes part in a round with probability ``sampling``, independently (Poisson).
-Cohorts of a fixed size, as a simulation draws them, are commonly accounted for in the same way; it is an approximation.
+A simulation has cohorts of a fixed size. They are commonly accounted for in the same way, as an approximation.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ from fedbraid.transforms.uploads import (
 __all__ = ["adaptive_clip", "clip", "dp", "epsilon", "epsilon_by_round", "is_private"]
 
 PyTree = Any
-_NOISE, _BITS = 0x6A05, 0xB175  # purposes of a key
+_NOISE, _BITS = 0x6A05, 0xB175  # folded into a key, one constant per purpose
 
 
 class Noise(NamedTuple):
     """Standard deviations on the sum of the uploads, in units of the bound, and on the sum of the bits.
 
-    ``shares``: the number of clients that add them together; None: the server does.
+    ``shares``: the number of clients whose shares add up to this noise; None if the server adds it.
     """
 
     uploads: Any = 0.0
@@ -82,7 +83,7 @@ def add_noise(tree: PyTree, deviation: Any, key: Any) -> PyTree:
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_code)
     if any(map(is_code, leaves)):
         raise StructureError(
-            "compressed uploads cannot carry Gaussian noise: compress with where='server', dp(quantize(algorithm))"
+            "clients cannot add Gaussian noise to compressed uploads: use where='server', dp(quantize(algorithm))"
         )
     keys = jax.random.split(key, max(len(leaves), 1))
     noisy = [
@@ -93,7 +94,7 @@ def add_noise(tree: PyTree, deviation: Any, key: Any) -> PyTree:
 
 
 def _bounded(up: PyTree, bound: Any, noise: Noise, key: Any) -> tuple[PyTree, Any]:
-    """An upload clipped and, if that is the clients' part, noised; and its norm before."""
+    """The clipped upload, with noise if the clients add it; and the norm before clipping."""
     size = norm(up)
     sent = scaled(up, jnp.minimum(1, bound / jnp.where(size == 0, 1, size)))
     if noise.at_clients and not is_zero(noise.uploads):
@@ -174,9 +175,9 @@ def adaptive_clip(
     rate: Any = 0.2,
     exchanges: Sequence[str] | None = None,
 ) -> Algorithm:
-    """Clipping whose bound follows a quantile of the norms of the uploads, without the server seeing the norms.
+    """Clipping whose bound follows a quantile of the uploads' norms. The server does not see the norms.
 
-    Sends one number more down and one bit (a byte) more up; the server keeps the bound.
+    Sends one more number down and one more bit (a byte) up. The server keeps the bound.
 
     >>> from fedbraid.algorithms import fedavg
     >>> alg = adaptive_clip(fedavg(lambda params, batch, key: jnp.sum(params**2)), quantile=0.5, initial=0.1)
@@ -259,7 +260,7 @@ def _adapt(exchange: Exchange, quantile: Any, rate: Any, noise: Noise) -> Exchan
 
 
 class Promise(NamedTuple):
-    """What the accountant needs to know of one exchange."""
+    """The parameters of one exchange that the accountant needs."""
 
     noise: Any
     shares: int | None
@@ -281,16 +282,16 @@ def dp(
 ) -> Algorithm:
     """User-level differential privacy: clipped uploads of equal weight, and Gaussian noise on their sum.
 
-    noise: z, the standard deviation of the noise on the sum in units of the bound; 0 adds none and promises nothing.
-    bound: C, on the norm of a whole upload; with ``quantile`` it is where the adaptive bound starts.
-    where: "server" adds the noise to the mean; "clients" lets each add a share, ``shares`` of them making up z. If
-        fewer uploads arrive there is less noise, which :func:`epsilon_by_round` takes into account.
+    noise: z, the standard deviation of the noise on the sum in units of the bound; 0 means no noise and no guarantee.
+    bound: C, the bound on the norm of a whole upload; with ``quantile``, the adaptive bound of the first round.
+    where: "server" adds the noise to the mean; with "clients" each client adds a share, and ``shares`` of them add up
+        to z. If fewer uploads arrive there is less noise, which :func:`epsilon_by_round` takes into account.
     quantile, rate: adaptive clipping; ``bit_noise`` is s_b, by default 5 z, and must exceed z / 2.
-    delta: at which :func:`epsilon_by_round` reports epsilon; it should be well below 1 / number of clients.
-    metrics: client metrics such as the training loss are *not* covered by the promise; False does not report them.
+    delta: the delta for which :func:`epsilon_by_round` reports epsilon; well below 1 / number of clients.
+    metrics: the guarantee does *not* cover client metrics such as the training loss; False does not report them.
 
-    Weights become 1, whatever the algorithm's weighting: else the largest client would set the sensitivity. dp belongs
-    outside the other transforms; an attack or an admission rule may be put over it.
+    All weights become 1: otherwise the largest client would set the sensitivity. Apply dp outside the other transforms.
+    Only an attack or an admission rule may be outside of it.
 
     >>> from fedbraid.algorithms import fedavg
     >>> alg = dp(fedavg(lambda params, batch, key: jnp.sum(params**2)), noise=0.8, bound=0.3)
@@ -322,7 +323,7 @@ def _check_noise(noise: Any, bound: Any, where: str, shares: int | None, quantil
     check_choice("where", where, ("server", "clients"))
     if where == "clients":
         if shares is None:
-            raise ValueError("where='clients' needs shares: how many uploads make up the noise, such as the cohort")
+            raise ValueError("where='clients' needs shares: the number of uploads whose noise adds up, e.g. the cohort")
         check_count("shares", shares)
     elif shares is not None:
         raise ValueError(f"shares is for where='clients', got shares={shares!r} with where='server'")
@@ -331,7 +332,7 @@ def _check_noise(noise: Any, bound: Any, where: str, shares: int | None, quantil
 
 
 def _levels(noise: Any, shares: int | None, quantile: Any, bit_noise: Any) -> Noise:
-    """The noise on the uploads and on the bits of adaptive clipping, which together cost what ``noise`` costs."""
+    """The noise on the uploads and on the bits of adaptive clipping; together they cost the epsilon of ``noise``."""
     if quantile is not None and not is_zero(noise):
         bits = 5 * noise if bit_noise is None else check_number("bit_noise", bit_noise, low=0, open_low=True)
         if not is_traced(bits) and not is_traced(noise) and 2 * bits <= noise:
@@ -344,7 +345,7 @@ def _levels(noise: Any, shares: int | None, quantile: Any, bit_noise: Any) -> No
 
 def _check_private(exchange: Exchange, where: str) -> None:
     if exchange.sealed is not None:
-        raise ValueError("dp over dp would add noise twice and promise only the outer: apply it once")
+        raise ValueError("dp over dp would add noise twice and account for the outer only: apply it once")
     if not averages(exchange.reducer, uniform=True):
         raise ValueError(
             f"dp needs uploads that are averaged, so that one client moves the sum by at most the bound; exchange "
@@ -352,8 +353,8 @@ def _check_private(exchange: Exchange, where: str) -> None:
         )
     if where == "server" and exchange.keeps:
         raise ValueError(
-            f"noise at the server over exchange {exchange.name!r} would part the server from its clients, which keep "
-            "what they uploaded (as in c = mean c_i): let the clients add it, where='clients' and shares"
+            f"noise at the server over exchange {exchange.name!r}: the states of server and clients would disagree, "
+            "because clients keep their uploads (as in c = mean c_i). Use where='clients' and shares"
         )
 
 
@@ -405,7 +406,7 @@ def epsilon(noise: float, sampling: float, rounds: int, delta: float) -> float:
 
 
 def is_private(alg: Algorithm) -> bool:
-    """Whether all that clients upload is under ``dp``.
+    """Whether ``dp`` covers the uploads of all exchanges.
 
     >>> from fedbraid.algorithms import fedavg
     >>> alg = fedavg(lambda params, batch, key: jnp.sum(params**2))
@@ -425,8 +426,8 @@ def epsilon_by_round(
 ) -> np.ndarray:
     """The epsilon spent after each round at ``delta`` (by default dp's own): a column for a run's history.
 
-    Exchanges with the same cohort are one Gaussian mechanism, with fresh cohorts they compose. ``history`` is needed
-    when clients add the noise: with fewer uploads than shares there was less of it, and a round without any costs 0.
+    Exchanges with the same cohort are one Gaussian mechanism; those with fresh cohorts compose. ``history`` is needed
+    if clients add the noise: with fewer uploads than shares there is less noise. A round without uploads costs 0.
 
     >>> from fedbraid.algorithms import fedavg
     >>> alg = dp(fedavg(lambda params, batch, key: jnp.sum(params**2)), noise=1.0, bound=0.3)
@@ -435,7 +436,7 @@ def epsilon_by_round(
     """
     for exchange in alg.exchanges:
         if exchange.sealed is None:
-            raise ValueError(f"exchange {exchange.name!r} promises no privacy: apply dp to the algorithm")
+            raise ValueError(f"exchange {exchange.name!r} is not private: apply dp to the algorithm")
         delta = exchange.sealed.delta if delta is None else delta
     _check_account(sampling, rounds, delta)
     assert delta is not None
@@ -460,11 +461,11 @@ def epsilon_by_round(
 def _spent(name: str, promise: Promise, rounds: int, history: Mapping[str, Any] | None) -> np.ndarray:
     """1 / z^2 of an exchange in every round."""
     if is_traced(promise.noise):
-        raise ValueError("noise is traced (inside a vmap): account for it outside, with numbers")
+        raise ValueError("noise is traced (inside a vmap): compute epsilon outside of it, with numbers")
     arrived = np.ones(rounds)
     if promise.shares is not None:
         if history is None:
-            raise ValueError("the clients add the noise: give the run's history, to see how many uploads arrived")
+            raise ValueError("the clients add the noise: pass the run's history, which has the number of uploads")
         arrived = np.asarray(history[f"{name}/arrived"])[:rounds] / promise.shares
     with np.errstate(divide="ignore"):
         return np.where(arrived > 0, 1 / np.where(arrived > 0, float(promise.noise) ** 2 * arrived, 1), 0.0)

@@ -1,4 +1,4 @@
-"""Reductions that a minority of bad uploads cannot carry away.
+"""Robust reductions: a minority of bad uploads cannot move their result far.
 
 D. Yin, Y. Chen, K. Ramchandran, P. Bartlett. Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates.
 ICML 2018 (coordinate median, trimmed mean). K. Pillutla, S. Kakade, Z. Harchaoui. Robust Aggregation for Federated
@@ -6,18 +6,19 @@ Learning. IEEE TSP 2022 (geometric median). P. Blanchard, E. M. El Mhamdi, R. Gu
 with Adversaries. NeurIPS 2017 (Krum, multi-Krum). Z. Sun, P. Kairouz, A. T. Suresh, H. B. McMahan. Can You Really
 Backdoor Federated Learning? 2019 (norm bounding).
 
-    median             of every coordinate
-    trimmed_mean       of every coordinate, without the share ``trim`` of the uploads at each end
-    geometric_median   the point with the least sum of distances to the uploads, by Weiszfeld's iteration
-    krum, multi_krum   the upload (the mean of several) with the least sum of squared distances to its nearest others
+    median             the median of every coordinate
+    trimmed_mean       the mean of every coordinate, without the share ``trim`` of its smallest and largest values
+    geometric_median   the point with the smallest sum of distances to the uploads, by Weiszfeld's iteration
+    krum, multi_krum   the upload (the mean of several) with the smallest sum of squared distances to its nearest others
     norm_bound         the mean, after the server has scaled every upload down to a norm of at most ``bound``
 
-Rank rules see all uploads at once (a gather reducer) and give each one vote: weights are what clients claim, so they
-only say who is there. Uploads that did not arrive have weight 0 and are left out. What clients send is not changed.
+Rank rules see all uploads at once (a gather reducer) and give each one vote. A client could claim any weight, so
+weights only tell which uploads arrived. Uploads that did not arrive have weight 0 and are left out. Uploads are not
+changed.
 
-A rank rule over an algorithm whose clients keep what they uploaded is refused: SCAFFOLD's c is the mean of all c_i, and
-a median of their changes is not the change of their mean. Norm bounding is done upload by upload, so a client can
-follow it (``reconcile``), and any algorithm may have it.
+A rank rule is refused over an algorithm whose clients keep their uploads as state: SCAFFOLD's c is the mean of all c_i,
+and a median of their changes is not the change of their mean. Norm bounding scales each upload by itself. A client can
+compute the result and correct its state (``reconcile``), so any algorithm can use it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ __all__ = [
 ]
 
 PyTree = Any
-Rule = Callable[[PyTree, Any, Any], PyTree]  # (stacked uploads, who is there, how many) -> one upload
+Rule = Callable[[PyTree, Any, Any], PyTree]  # (stacked uploads, mask of those that arrived, their number) -> one upload
 
 
 def _by_rule(name: str, alg: Algorithm, rule: Rule, exchanges: Sequence[str] | None) -> Algorithm:
@@ -63,13 +64,13 @@ def _by_rule(name: str, alg: Algorithm, rule: Rule, exchanges: Sequence[str] | N
         refuse_sealed(exchange, name)
         if exchange.keeps:
             raise ValueError(
-                f"{name} over exchange {exchange.name!r} would part the server from its clients: they keep what they "
-                "uploaded, and only a mean of the uploads agrees with the mean of what is kept (as in c = mean c_i). "
-                "norm_bound works upload by upload and can be used"
+                f"{name} over exchange {exchange.name!r}: the states of server and clients would disagree. Clients "
+                "keep their uploads, and only the mean of the uploads equals the mean of their states (as in "
+                "c = mean c_i). norm_bound can be used: it scales each upload by itself"
             )
         if not averages(exchange.reducer):
             raise ValueError(
-                f"{name} takes the place of the mean, but exchange {exchange.name!r} does not average its uploads: its "
+                f"{name} replaces the mean of the uploads, but exchange {exchange.name!r} does not average them: its "
                 "own reduction would be lost"
             )
         decode = exchange.reducer.decode
@@ -91,12 +92,12 @@ def _column(mask: Any, leaf: Any) -> Any:
 
 
 def _sorted(leaf: Any, there: Any) -> Any:
-    """Every coordinate's values in order, those of absent uploads last."""
+    """The sorted values of every coordinate, those of absent uploads last."""
     return jnp.sort(jnp.where(_column(there, leaf), leaf, jnp.inf), axis=0)
 
 
 def _trimmed(stacked: PyTree, there: Any, cut: Any, n: Any) -> PyTree:
-    """The mean of every coordinate without its ``cut`` least and greatest values; 0 if there are no uploads."""
+    """The mean of every coordinate without its ``cut`` smallest and largest values; 0 if there are no uploads."""
     place = jnp.arange(len(there))
     used = (place >= cut) & (place < n - cut)
 
@@ -108,7 +109,7 @@ def _trimmed(stacked: PyTree, there: Any, cut: Any, n: Any) -> PyTree:
 
 
 def median(alg: Algorithm, *, exchanges: Sequence[str] | None = None) -> Algorithm:
-    """The median of every coordinate; the mean of the middle two when their number is even.
+    """The median of every coordinate; with an even number of uploads, the mean of the middle two values.
 
     >>> from fedbraid.algorithms import fedavg
     >>> alg = median(fedavg(lambda params, batch, key: jnp.sum(params**2)))
@@ -123,7 +124,7 @@ def _median(stacked: PyTree, there: Any, n: Any) -> PyTree:
 
 
 def trimmed_mean(alg: Algorithm, *, trim: Any = 0.2, exchanges: Sequence[str] | None = None) -> Algorithm:
-    """The mean of every coordinate without the share ``trim`` of the uploads at each end, rounded up; 0 trims nothing.
+    """The mean of every coordinate without the share ``trim``, rounded up, of its smallest and of its largest values.
 
     >>> from fedbraid.algorithms import fedavg
     >>> alg = trimmed_mean(fedavg(lambda params, batch, key: jnp.sum(params**2)), trim=0.3)
@@ -151,7 +152,7 @@ def _mean_of(stacked: PyTree, weights: Any) -> PyTree:
 
 
 def geometric_median(alg: Algorithm, *, iterations: int = 32, exchanges: Sequence[str] | None = None) -> Algorithm:
-    """The point with the least sum of distances to the uploads, by ``iterations`` of Weiszfeld from the median.
+    """The point with the smallest sum of distances to the uploads, by ``iterations`` of Weiszfeld from the median.
 
     >>> from fedbraid.algorithms import fedavg
     >>> alg = geometric_median(fedavg(lambda params, batch, key: jnp.sum(params**2)))
@@ -164,8 +165,8 @@ def geometric_median(alg: Algorithm, *, iterations: int = 32, exchanges: Sequenc
 
         first = _median(stacked, there, n)
         middle = jnp.sort(jnp.where(there, distances(first), jnp.inf))[jnp.maximum(n - 1, 0) // 2]
-        # Weiszfeld's weights 1 / distance blow up at an upload, so no distance counts as less than a small share of the
-        # middle one: not of the largest, which an attacker could choose
+        # Weiszfeld's weights 1 / distance are infinite at an upload, so distances have a lower bound: a small share of
+        # the median distance. The largest distance would not do, because an attacker could choose it.
         tiny = jnp.finfo(middle.dtype)
         least = jnp.where((middle > 0) & (n > 0), middle * jnp.sqrt(tiny.eps), jnp.sqrt(tiny.tiny))
 
@@ -178,11 +179,11 @@ def geometric_median(alg: Algorithm, *, iterations: int = 32, exchanges: Sequenc
 
 
 def krum(alg: Algorithm, *, fraction: Any = 0.2, exchanges: Sequence[str] | None = None) -> Algorithm:
-    """The one upload that is nearest to its neighbours, ``fraction`` being the share of bad uploads to withstand.
+    """The one upload that is nearest to its neighbours, where a share ``fraction`` of the uploads may be bad.
 
-    Of n uploads, f = ceil(fraction n) may be bad; an upload's score is the sum of its squared distances to the
-    n - f - 2 nearest others (at least one). The guarantee needs n > 2 f + 2. Equal scores are averaged, so that the
-    order of the cohort does not matter.
+    Of n uploads, f = ceil(fraction n) may be bad. An upload's score is the sum of its squared distances to the
+    n - f - 2 nearest others (at least one). The guarantee needs n > 2 f + 2. Uploads with equal scores are averaged, so
+    that the order of the cohort does not matter.
 
     >>> from fedbraid.algorithms import fedavg
     >>> alg = krum(fedavg(lambda params, batch, key: jnp.sum(params**2)), fraction=0.2)
@@ -193,7 +194,7 @@ def krum(alg: Algorithm, *, fraction: Any = 0.2, exchanges: Sequence[str] | None
 def multi_krum(
     alg: Algorithm, *, fraction: Any = 0.2, keep: Any = None, exchanges: Sequence[str] | None = None
 ) -> Algorithm:
-    """The mean of the uploads with the best Krum scores: a share ``keep`` of them, by default all but the bad ones.
+    """The mean of the share ``keep`` (by default 1 - ``fraction``) of the uploads with the best Krum scores.
 
     >>> from fedbraid.algorithms import fedavg
     >>> alg = multi_krum(fedavg(lambda params, batch, key: jnp.sum(params**2)), fraction=0.2, keep=0.5)
@@ -218,7 +219,7 @@ def _krum(name: str, alg: Algorithm, fraction: Any, kept: Any, exchanges: Sequen
 def _krum_scores(stacked: PyTree, there: Any, neighbours: Any) -> Any:
     """Each upload's sum of squared distances to its nearest others; infinite for absent ones."""
     n = len(there)
-    centre = _median(stacked, there, jnp.sum(there))  # distances much below the norms would drown in rounding
+    centre = _median(stacked, there, jnp.sum(there))  # subtracted, to keep small distances exact
     rows = jnp.concatenate(
         [(leaf - c).reshape(n, -1) for leaf, c in zip(*map(jax.tree.leaves, (stacked, centre)), strict=True)], 1
     )
@@ -235,10 +236,10 @@ def _krum_scores(stacked: PyTree, there: Any, neighbours: Any) -> Any:
 
 
 def norm_bound(alg: Algorithm, *, bound: Any = 1.0, exchanges: Sequence[str] | None = None) -> Algorithm:
-    """The server scales every upload down to a norm of at most ``bound``, whatever its client did or claims.
+    """The server scales every upload down to a norm of at most ``bound``.
 
-    Unlike ``clip`` nothing is asked of the clients, so an attacker cannot leave it out; honest clients know the rule
-    and keep their states in step with it.
+    ``clip`` is done by the clients, so an attacker can leave it out. This is done by the server. Honest clients know
+    the rule and correct their states by it.
 
     >>> from fedbraid.algorithms import fedavg
     >>> alg = norm_bound(fedavg(lambda params, batch, key: jnp.sum(params**2)), bound=2.0)
@@ -259,9 +260,9 @@ def norm_bound(alg: Algorithm, *, bound: Any = 1.0, exchanges: Sequence[str] | N
 def admit_if(
     alg: Algorithm, predicate: Callable[[PyTree], Any], *, exchanges: Sequence[str] | None = None
 ) -> Algorithm:
-    """Uploads for which ``predicate(up)`` is False count as not arrived; those refused already stay refused.
+    """Uploads for which ``predicate(up)`` is False count as not arrived. Earlier admission rules still hold.
 
-    Every exchange refuses uploads that are not finite unless it says otherwise (:func:`fedbraid.core.finite`).
+    By default every exchange refuses uploads that are not finite (:func:`fedbraid.core.finite`).
 
     >>> from fedbraid.algorithms import fedavg
     >>> from fedbraid.transforms.uploads import norm

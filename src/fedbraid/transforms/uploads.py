@@ -1,8 +1,8 @@
-"""What transforms share: uploads that are encoded and decoded, and more state on the server or on the clients.
+"""Functions that transforms share: encode and decode uploads, and add state to the server or to the clients.
 
-A transform that changes uploads is a pair: ``encode`` at the end of the client's work and ``decode`` at the server's
-side. The client also runs ``decode`` and corrects its state, by the algorithm's ``reconcile``, to the upload as the
-server will read it. So the states of clients and server agree, however many such pairs are stacked.
+A transform that changes uploads is a pair: ``encode`` at the end of the client's work and ``decode`` on the server. The
+client also runs ``decode`` and corrects its state, with the algorithm's ``reconcile``, to the decoded upload. So the
+states of clients and server agree for any number of stacked pairs.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ PyTree = Any
 
 
 def through(decode: Callable, exchange: Exchange, *, mixes: bool = False) -> Exchange:
-    """The exchange whose server reads ``decode(upload)``: in its reducer, its admission and its reconciliation.
+    """The exchange whose server uses ``decode(upload)``: in its reducer, in ``admit`` and in ``reconcile``.
 
-    mixes: each part of ``decode(upload)`` depends on all of the upload. Otherwise its pseudograd depends on the
-        upload's pseudograd alone, and its aux on the upload's aux.
+    mixes: whether each part of ``decode(upload)`` depends on all of the upload. Otherwise its pseudograd depends only
+        on the upload's pseudograd, and its aux only on the upload's aux.
     """
     inner, reducer = exchange, exchange.reducer
 
@@ -67,7 +67,7 @@ def through(decode: Callable, exchange: Exchange, *, mixes: bool = False) -> Exc
 
 
 def recode(exchange: Exchange, encode: Callable, decode: Callable = same, *, mixes: bool = False) -> Exchange:
-    """The exchange whose client sends ``encode(up, down, key)``, read by the server through ``decode``."""
+    """The exchange whose client sends ``encode(up, down, key)``, which the server decodes with ``decode``."""
 
     def change(report: Report, down: PyTree, state: PyTree, key: Any) -> Report:
         del state
@@ -78,9 +78,9 @@ def recode(exchange: Exchange, encode: Callable, decode: Callable = same, *, mix
 
 
 def averages(reducer: Reducer, *, uniform: bool = False) -> bool:
-    """Whether decoded uploads are averaged by their weights: then another rule may replace the mean.
+    """Whether the reducer is the weighted mean of decoded uploads: then another rule may replace it.
 
-    ``uniform``: all weights are equal, so that the aux may be averaged without them.
+    ``uniform``: whether all weights are equal. Then a mean of the aux without weights is allowed, too.
     """
     return reducer.mean in (("weighted", "uniform-aux") if uniform else ("weighted",))
 
@@ -113,7 +113,7 @@ def _inner(state: Extended) -> PyTree:
 
 
 def extend_server(alg: Algorithm, first: Callable[[PyTree], PyTree]) -> Algorithm:
-    """The same algorithm whose server also keeps ``own``, at first ``first(params)``, which nothing changes yet."""
+    """The algorithm whose server state also has ``own``, at first ``first(params)``; the transform updates it."""
 
     def extend(exchange: Exchange) -> Exchange:
         return exchange._replace(
@@ -132,7 +132,7 @@ def extend_server(alg: Algorithm, first: Callable[[PyTree], PyTree]) -> Algorith
 
 
 def extend_client(alg: Algorithm, first: Callable[[PyTree], PyTree]) -> Algorithm:
-    """The same algorithm whose clients also keep ``own``, at first ``first(params)``, which nothing changes yet."""
+    """The algorithm whose client states also have ``own``, at first ``first(params)``; the transform updates it."""
 
     def extend(exchange: Exchange) -> Exchange:
         def change(report: Report, down: PyTree, state: Extended, key: Any) -> Report:
@@ -154,15 +154,15 @@ def extend_client(alg: Algorithm, first: Callable[[PyTree], PyTree]) -> Algorith
     )
 
 
-# --- privacy is the last to touch an upload --------------------------------------------------------------------------
+# --- no changes of an upload after dp --------------------------------------------------------------------------------
 
 
 def refuse_sealed(exchange: Exchange, what: str) -> None:
     """Refuse to change uploads that privacy has already bounded and accounted for."""
     if exchange.sealed is not None:
         raise ValueError(
-            f"{what} over dp would change uploads after their sensitivity was bounded, and the promised epsilon would "
-            f"be wrong: put dp outside, dp({what}(algorithm))"
+            f"{what} over dp would change uploads after dp has bounded their sensitivity, and epsilon would be wrong: "
+            f"put dp outside, dp({what}(algorithm))"
         )
 
 
@@ -184,12 +184,12 @@ def norm(up: PyTree) -> Any:
     arrays = [decoded(leaf) for _, leaf in leaves]
     largest = jnp.max(jnp.stack([jnp.max(jnp.abs(a), initial=0) for a in arrays])) if arrays else jnp.zeros(())
     unit = jnp.where(largest > 0, largest, 1)
-    # an upload of inf or NaN has the norm NaN, so that it is refused
+    # an upload with inf or NaN has the norm NaN, so that it is refused
     return largest * jnp.sqrt(sum(jnp.sum((a / unit.astype(a.dtype)) ** 2) for a in arrays))
 
 
 def check_bound(name: str, value: Any) -> Any:
-    """A norm's bound: a positive number, or infinity for none."""
+    """Check the bound of a norm: a positive number; infinity means no bound."""
     if isinstance(value, float) and value == float("inf"):
         return value
     return check_number(name, value, low=0, open_low=True)

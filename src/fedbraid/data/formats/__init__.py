@@ -1,4 +1,4 @@
-"""Readers of the published formats; each fills a store and knows nothing of the others."""
+"""Readers of the published formats. Each writes a store and is independent of the others."""
 
 from fedbraid.data.formats.leaf import read_leaf
 from fedbraid.data.formats.npz import read_npz

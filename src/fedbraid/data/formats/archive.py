@@ -1,4 +1,4 @@
-"""Open what data sets come packed in: gzip, bzip2, xz, tar and zip, without trusting the paths inside."""
+"""Open compressed files and archives (gzip, bzip2, xz, tar, zip); paths inside an archive are checked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_archive(path: Path) -> bool:
 
 @contextmanager
 def open_binary(path: Path) -> Iterator[BinaryIO]:
-    """A file, decompressed on the way if its name ends in .gz, .bz2, .xz or .lzma; damage becomes a ValueError."""
+    """Open a file and decompress it if its name ends in .gz, .bz2, .xz or .lzma. A damaged file is a ValueError."""
     opener = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".lzma": lzma.open}.get(path.suffix.lower(), open)
     try:
         with opener(path, "rb") as file:
@@ -44,9 +44,9 @@ def read_bytes(path: Path) -> bytes:
 
 @contextmanager
 def unpacked(path: Path) -> Iterator[Path]:
-    """A folder as it is, or an archive unpacked into a temporary one that goes away afterwards.
+    """The folder itself, or a temporary folder with the unpacked archive, which is removed afterwards.
 
-    Members whose path leaves the folder, links and devices are refused before anything is written.
+    Links, devices and members whose path is outside the folder are refused before any file is written.
     """
     if not is_archive(path):
         if not path.exists():

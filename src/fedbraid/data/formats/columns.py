@@ -1,4 +1,4 @@
-"""Checks that every format shares: labels in range, pixels without loss, names of fields."""
+"""Checks that all formats share: labels in range, pixels stored without loss, optional packages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def as_labels(values: Any, at: str, classes: int | None = None) -> np.ndarray:
     if labels.ndim != 1:
         labels = labels.reshape(len(labels), -1)
         if labels.shape[1] != 1:
-            raise ValueError(f"{at}: one label an example expected, got shape {list(labels.shape)}")
+            raise ValueError(f"{at}: expected one label per example, got shape {list(labels.shape)}")
         labels = labels[:, 0]
     if labels.dtype.kind == "f" and np.array_equal(labels, np.rint(labels)):
         labels = labels.astype(np.int64)
@@ -34,7 +34,7 @@ def as_labels(values: Any, at: str, classes: int | None = None) -> np.ndarray:
 
 
 def as_pixels(values: Any, at: str, shape: tuple[int, ...] | None = None) -> np.ndarray:
-    """Pixels as uint8. Floats must be multiples of 1/255 in [0, 1], so that nothing is lost by storing bytes.
+    """Pixels as uint8. Floats must be multiples of 1/255 in [0, 1], so that bytes store them without loss.
 
     >>> as_pixels([[0.0, 1.0]], "file: client a", (1, 2)).tolist()
     [[[0, 255]]]
@@ -55,17 +55,17 @@ def as_pixels(values: Any, at: str, shape: tuple[int, ...] | None = None) -> np.
         scaled = pixels * 255.0
         whole = np.rint(scaled)
         if not np.isfinite(scaled).all() or (len(scaled) and np.abs(scaled - whole).max() > 0.01):
-            raise ValueError(f"{at}: pixels are not multiples of 1/255; keep them as they are (--pixels keep)")
+            raise ValueError(f"{at}: pixels are not multiples of 1/255; store them unchanged (--pixels keep)")
         pixels = whole
     elif pixels.dtype.kind not in "iu":
         raise ValueError(f"{at}: pixels must be numbers, got {pixels.dtype}")
     if len(pixels) and (pixels.min() < 0 or pixels.max() > 255):
-        raise ValueError(f"{at}: pixels outside 0 to 255 (or 0 to 1); keep them as they are (--pixels keep)")
+        raise ValueError(f"{at}: pixels outside 0 to 255 (or 0 to 1); store them unchanged (--pixels keep)")
     return pixels.astype(np.uint8)
 
 
 def need(module: str, extra: str = "data") -> Any:
-    """Import an optional reader, or say which extra brings it."""
+    """Import an optional package, or raise an error with the extra that installs it."""
     import importlib
 
     try:

@@ -1,8 +1,8 @@
 """LEAF's JSON files (Caldas et al., *LEAF: A Benchmark for Federated Settings*), also gzipped.
 
-Each file holds ``users``, ``num_samples`` and ``user_data[user] = {"x": [...], "y": [...]}``; a run of LEAF leaves them
-in the folders ``train`` and ``test``. FEMNIST (784 values, 62 classes) and Shakespeare (80 characters and the next one)
-are recognised; other numbers are stored as float32, other strings as text.
+Each file holds ``users``, ``num_samples`` and ``user_data[user] = {"x": [...], "y": [...]}``. LEAF writes them to the
+folders ``train`` and ``test``. FEMNIST (784 values, 62 classes) and Shakespeare (80 characters and the next one) are
+recognised. In other sets numbers are stored as float32, strings as text.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _users(file: Path) -> Iterator[tuple[str, list, list]]:
     try:
         content = json.loads(read_bytes(file))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: not valid JSON, cut in the middle? ({error})") from error
+        raise ValueError(f"{file}: not valid JSON, maybe cut short ({error})") from error
     if not isinstance(content, dict) or not {"users", "num_samples", "user_data"} <= set(content):
         raise ValueError(f"{file}: not a LEAF file: it must hold users, num_samples and user_data")
     users, counts, data = content["users"], content["num_samples"], content["user_data"]
@@ -78,7 +78,7 @@ def _kind(x: Any, y: Any, pixels: str, at: str) -> str:
         return "characters" if isinstance(y, str) and len(y) == 1 else "text"
     if isinstance(x, list) and x and isinstance(x[0], (int, float)):
         return "images" if len(x) == 784 and pixels == "uint8" else "numbers"
-    raise ValueError(f"{at}: examples of type {type(x).__name__} are not supported; LEAF's numbers and strings are")
+    raise ValueError(f"{at}: examples of type {type(x).__name__} are not supported; only numbers and strings are")
 
 
 def _describe(writer: StoreWriter, kind: str, classes: int | None) -> None:

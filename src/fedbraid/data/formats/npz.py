@@ -1,7 +1,7 @@
-"""NumPy archives. Two layouts are understood, by the names of the arrays:
+"""NumPy archives. Two layouts are recognised by the names of the arrays:
 
-- rows with a client each: ``x`` (or images, features), ``y`` (or labels), ``client`` (or writer, user; ids, or indices
-  into ``client_ids``, ``writer_ids`` ...), and optionally ``is_test``;
+- a client for each row: ``x`` (or images, features), ``y`` (or labels), ``client`` (or writer, user), and optionally
+  ``is_test``. ``client`` holds ids, or indices into ``client_ids`` (or ``writer_ids`` ...);
 - plain: ``x_train, y_train, x_test, y_test``, or ``x, y``.
 """
 
@@ -25,10 +25,10 @@ _CLIENT = ("client", "clients", "writer", "writers", "user", "users")
 
 
 def read_npz(writer: StoreWriter, path: Path, *, classes: int | None = None) -> None:
-    """Read a NumPy archive (never its pickled parts)."""
+    """Read a NumPy archive. Pickled objects are refused."""
     path = Path(path)
     try:
-        # opened here: NumPy leaves the file open when the archive turns out to be damaged
+        # opened here, because NumPy does not close the file if the archive is damaged
         with path.open("rb") as file, zipfile.ZipFile(file) as _, np.load(file, allow_pickle=False) as archive:
             arrays: dict[str, Any] = {name: archive[name] for name in archive.files}
     except FileNotFoundError as error:

@@ -1,7 +1,7 @@
-"""Sets without clients of their own: MNIST-style IDX files, CIFAR batches, image folders.
+"""Plain sets, which have no clients: MNIST-style IDX files, CIFAR batches, image folders.
 
-They are stored with all train rows under one client and ``info["plain"]`` set: partition them when they are loaded, or
-with ``fedbraid data partition``. IDX files may come with writer ids (QMNIST's extended labels), which make clients.
+They are stored with all train rows under one client and ``info["plain"]`` set. Partition them when they are loaded, or
+with ``fedbraid data partition``. IDX files may have writer ids (QMNIST's extended labels), which become clients.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Columns = dict[str, np.ndarray]
 
 
 def add_plain(writer: StoreWriter, train: Columns, test: Columns | None, source: object) -> None:
-    """All rows under one client, to be partitioned later."""
+    """Store all rows under one client, to be partitioned later."""
     writer.info["plain"] = True
-    writer.shuffle = None  # the partition will; until then row i is the source's row i
+    writer.shuffle = None  # the partition shuffles; in the store, row i is the source's row i
     writer.add("train", "all", train, source=source)
     if test is not None:
         writer.add("test", "all", test, source=source)
 
 
 def add_grouped(writer: StoreWriter, split: str, columns: Columns, ids: np.ndarray, source: object) -> None:
-    """Rows grouped by an id column."""
+    """Store rows grouped by an id column."""
     if len(ids) != len(next(iter(columns.values()))):
         raise ValueError(f"{source}: {len(ids)} client ids for {len(next(iter(columns.values())))} rows")
     parts, names = by_id(ids)
@@ -49,7 +49,7 @@ def add_grouped(writer: StoreWriter, split: str, columns: Columns, ids: np.ndarr
 
 
 def read_idx_file(path: Path) -> np.ndarray:
-    """One IDX file (also gzipped): big-endian, with its shape in front."""
+    """Read one IDX file (also gzipped): a header with the shape, then big-endian values."""
     blob = read_bytes(Path(path))
     if len(blob) < 4 or blob[:2] != b"\0\0" or blob[2] not in _IDX_TYPES:
         raise ValueError(f"{path}: not an IDX file (its first bytes are {blob[:4].hex() or 'missing'})")
@@ -58,7 +58,7 @@ def read_idx_file(path: Path) -> np.ndarray:
     shape = tuple(int(n) for n in np.frombuffer(blob[4:start], ">u4")) if len(blob) >= start else ()
     due = start + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
     if len(shape) != ndim or len(blob) != due:
-        raise ValueError(f"{path}: {len(blob)} bytes where {due} are due: cut short or damaged")
+        raise ValueError(f"{path}: {len(blob)} bytes, expected {due}: cut short or damaged")
     array = np.frombuffer(blob, dtype, offset=start).reshape(shape)
     return array.astype(dtype.newbyteorder("="))
 
@@ -73,8 +73,8 @@ def read_idx(
 ) -> None:
     """MNIST-style files in a folder (or archive): ``*images-idx3*`` and ``*labels-idx1*``, train and t10k or test.
 
-    ``clients`` (and ``test_clients``) give one id a row: QMNIST's extended labels (8 columns, the third is the writer),
-    a one-column IDX file, or a text file with one id a line.
+    ``clients`` (and ``test_clients``) are files with one id per row: QMNIST's extended labels (8 columns, the third is
+    the writer), a one-column IDX file, or a text file with one id per line.
     """
     with unpacked(Path(path)) as root:
         train = _idx_pair(root, path, ("train",), classes)
@@ -101,7 +101,7 @@ def _idx_pair(root: Path, shown: Path, names: tuple[str, ...], classes: int | No
         pattern = re.compile(rf"(^|[-_.])({'|'.join(names)})[-_]{kind}[-_.]idx\d", re.IGNORECASE)
         found = [f for f in files if pattern.search(f.name)]
         if len(found) > 1:
-            raise ValueError(f"{shown}: several files match: {', '.join(f.name for f in found[:3])}; leave one set")
+            raise ValueError(f"{shown}: several files match: {', '.join(f.name for f in found[:3])}; keep one set")
         return found[0] if found else None
 
     images, labels = find("images"), find("labels")
@@ -111,7 +111,7 @@ def _idx_pair(root: Path, shown: Path, names: tuple[str, ...], classes: int | No
     if len(x) != len(y):
         raise ValueError(f"{images}: {len(x)} images but {len(y)} labels in {labels.name}")
     if images.name.startswith("emnist"):
-        x = x.swapaxes(1, 2)  # EMNIST's own files are transposed against MNIST's
+        x = x.swapaxes(1, 2)  # images in EMNIST's own files are transposed
     return {"x": as_pixels(x, str(images)), "y": as_labels(y, str(labels), classes)}
 
 
@@ -155,7 +155,7 @@ def read_cifar(writer: StoreWriter, path: Path) -> None:
         else:
             raise ValueError(f"{path}: no CIFAR batches (data_batch_1, train, data_batch_1.bin or train.bin) in it")
         if missing := [n for n in (*names, test_name) if n not in files]:
-            raise ValueError(f"{path}: {missing[0]} is missing beside the other batches")
+            raise ValueError(f"{path}: the batch {missing[0]} is missing")
         train = [(files[n], read(files[n])) for n in names]
         test = read(files[test_name])
     writer.name = kind
@@ -168,7 +168,7 @@ def read_cifar(writer: StoreWriter, path: Path) -> None:
 
 def _cifar_columns(file: Path, pixels: np.ndarray, labels: Mapping[str, Any]) -> Columns:
     if pixels.ndim != 2 or pixels.shape[1] != 3072 or pixels.dtype != np.uint8:
-        raise ValueError(f"{file}: field data: {pixels.dtype}{list(pixels.shape)} where uint8[n, 3072] is due")
+        raise ValueError(f"{file}: field data: {pixels.dtype}{list(pixels.shape)}, expected uint8[n, 3072]")
     columns = {"x": np.ascontiguousarray(pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))}
     for field, (values, classes) in labels.items():
         columns[field] = as_labels(values, f"{file}: field {field}", classes)
@@ -205,7 +205,7 @@ def _cifar_python(file: Path, *, coarse: bool) -> Columns:
 
 
 class _Array:
-    """Stands in for a NumPy array while a CIFAR batch is read: it records the state and runs nothing."""
+    """Replaces a NumPy array while a CIFAR batch is unpickled: it records the state and runs no code."""
 
     state: tuple = ()
 
@@ -228,8 +228,8 @@ class _Dtype:
 
 
 class _BatchReader(pickle.Unpickler):
-    """CIFAR's python batches are pickles. Only lists, strings, numbers and one byte array are let through: every class
-    name in the stream is answered with one of three inert stand-ins, so that nothing in the file can run."""
+    """Reads CIFAR's python batches, which are pickles, without running their code. It accepts lists, strings, numbers
+    and one byte array. Every class name in the stream is replaced by one of three harmless objects."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
@@ -238,9 +238,9 @@ class _BatchReader(pickle.Unpickler):
             return _Array
         if name == "dtype" and module == "numpy":
             return _Dtype
-        if (module, name) == ("_codecs", "encode"):  # how newer pickles write bytes in old protocols
+        if (module, name) == ("_codecs", "encode"):  # newer Pythons write bytes like this in old protocols
             return lambda value, _: value.encode("latin1")
-        raise pickle.UnpicklingError(f"the file asks for {module}.{name}, which a CIFAR batch never needs; refused")
+        raise pickle.UnpicklingError(f"the file calls {module}.{name}, which a CIFAR batch never needs; refused")
 
 
 def _read_batch(file: Path) -> dict:
@@ -250,7 +250,7 @@ def _read_batch(file: Path) -> dict:
             raise ValueError("the batch is not a dictionary")
         data = batch.get("data", batch.get(b"data"))
         if isinstance(data, _Array):
-            if isinstance(data.state[4], str):  # a Python 2 pickle keeps bytes as a string
+            if isinstance(data.state[4], str):  # Python 2 pickles bytes as a string
                 data.state = (*data.state[:4], data.state[4].encode("latin1"))
             data.array()
         return batch
@@ -310,6 +310,6 @@ def _images(root: Path, classes: list[str]) -> Columns:
             labels.append(label)
     if not pixels:
         raise ValueError(f"{root}: no images (.png, .jpg, .bmp) in its class folders")
-    if len({p.ndim for p in pixels}) > 1:  # grey images among coloured ones
+    if len({p.ndim for p in pixels}) > 1:  # some images are grey, others coloured
         pixels = [p if p.ndim == 3 else np.repeat(p[..., None], 3, axis=2) for p in pixels]
     return {"x": np.stack(pixels), "y": np.asarray(labels, np.int32)}

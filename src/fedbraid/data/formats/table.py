@@ -1,8 +1,8 @@
 """Tables with a client column: Parquet, Arrow files, and Hugging Face data sets (which are Arrow on disk).
 
-Columns become fields. Numbers stay numbers; lists of one length become arrays; strings become text; images as Hugging
-Face keeps them (a struct of encoded bytes) are decoded. A table larger than memory is read in several scans, each for
-as many clients as fit ``memory`` bytes.
+Columns become fields. Numbers stay numbers, lists of equal length become arrays, and strings become text. Images in
+Hugging Face's form (a struct of encoded bytes) are decoded. A table larger than memory is read in several scans; the
+clients of one scan fit into ``memory`` bytes.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def read_table(
 ) -> None:
     """Read Parquet or Arrow files (or folders of them), grouped by the column ``client``.
 
-    ``label`` names the column that becomes ``y``; ``features`` those that become ``x`` (several numeric columns are put
-    side by side as float32). Without ``features``, all other columns keep their names. Files whose path says ``test``
-    are the test split, as are those in ``test``; without ``client`` the set is plain and can be partitioned later.
+    ``label`` is the column that becomes ``y``. ``features`` are the columns that become ``x`` (several numeric columns
+    become one float32 array). Without ``features``, all other columns keep their names. Files in ``test``, and files
+    whose path contains ``test``, are the test split. Without ``client`` the set is plain and can be partitioned later.
     """
     sources: dict[str, list[Path]] = {}
     for path in paths:
@@ -59,7 +59,7 @@ def read_table(
             plain[split], _ = arrow_columns(data.to_table(columns=wanted), shown, **options)
             continue
         for chunk in _chunks(data, files, client, memory):
-            # a null compares to nothing, so that a chunked scan would drop it silently: _chunks has looked before
+            # no filter matches a null, so a chunked scan would silently drop its row; _chunks has refused nulls before
             keep = None if chunk is None else need("pyarrow.compute").field(client).isin(chunk)
             fields, ids = arrow_columns(data.to_table(columns=wanted, filter=keep), shown, **options)
             assert ids is not None
@@ -72,7 +72,7 @@ def read_table(
 
 
 def _describe(writer: StoreWriter, fields: dict[str, Any], classes: int | None) -> None:
-    """What the store says about itself: how many labels there are, and that images in bytes are divided by 255."""
+    """Write the number of labels and, for uint8 images, the preprocessing ``scale`` into the store's header."""
     writer.preprocess = scaling_of({name: field for name, field in fields.items() if isinstance(field, np.ndarray)})
     y = fields.get("y")
     if isinstance(y, np.ndarray) and y.dtype == np.int32 and len(y):
@@ -80,7 +80,7 @@ def _describe(writer: StoreWriter, fields: dict[str, Any], classes: int | None) 
 
 
 def _dataset(files: list[Path], wanted: list[str]) -> Any:
-    """All files of a split as one Arrow data set, after a look at each one's columns."""
+    """All files of a split as one Arrow data set. Checks the columns of each file."""
     pa, dataset = need("pyarrow"), need("pyarrow.dataset")
     names: list[str] = []
     tables = []
@@ -115,7 +115,7 @@ def _open_arrow(file: Path) -> Any:
 
 
 def _chunks(data: Any, files: list[Path], client: str, memory: int) -> Iterator[list | None]:
-    """Groups of clients whose rows fit the memory asked for; one group of None, for all of them, when all fit."""
+    """Groups of clients whose rows fit into ``memory`` bytes; a single None if all clients fit."""
     pa = need("pyarrow")
     try:
         column = data.to_table(columns=[client]).column(client)
@@ -123,12 +123,12 @@ def _chunks(data: Any, files: list[Path], client: str, memory: int) -> Iterator[
         raise ValueError(f"{files[0]}: field {client}: not readable ({' '.join(str(error).split())})") from error
     if column.null_count:
         row = next(i for i, v in enumerate(column) if not v.is_valid)
-        for file in files:  # rows count on from file to file
+        for file in files:  # row numbers continue from file to file
             rows = _rows(file)
             if row < rows or file == files[-1]:
                 raise ValueError(f"{file}: field {client}: the client column has a null in row {row}; drop or name it")
             row -= rows
-    total = sum(f.stat().st_size for f in files) * 4  # packed columns grow about so much
+    total = sum(f.stat().st_size for f in files) * 4  # unpacked columns are about this much larger
     if total <= memory:
         yield None
         return
@@ -214,7 +214,7 @@ def _numbers(column: Any, name: str, source: object, who: Any) -> Any:
 
 
 def _nested(column: Any, name: str, who: Any) -> np.ndarray:
-    """Lists in lists, all of one shape, without a Python object an element."""
+    """Nested lists of equal shape as an array, without a Python object per element."""
     pa = need("pyarrow")
     values = column.combine_chunks()
     values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
@@ -260,7 +260,7 @@ def _files(path: Path, split: str) -> Iterator[tuple[str, Path]]:
         files = sorted(p for p in path.rglob("*") if p.suffix in (".parquet", ".arrow", ".feather"))
         if not files:
             raise ValueError(f"{path}: no .parquet or .arrow files in this folder")
-        for file in files:  # Hugging Face keeps splits in folders, or in the names of the files
+        for file in files:  # Hugging Face names the split in the folder or in the file name
             inside = file.relative_to(path).as_posix().lower()
             yield ("test" if "test" in inside else split), file
         return

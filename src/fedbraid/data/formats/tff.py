@@ -1,7 +1,7 @@
 """TensorFlow Federated's own files: HDF5 (``/examples/<client>/<field>``) and SQLite (one ``tf.train.Example`` a row).
 
 The four published sets are recognised by their fields: EMNIST (``pixels``, ``label``), CIFAR-100 (``image``, ``label``,
-``coarse_label``), Shakespeare (``snippets``), StackOverflow (``tokens`` ...); any other set is taken as it is.
+``coarse_label``), Shakespeare (``snippets``), StackOverflow (``tokens`` ...). Other sets are stored unchanged.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["parse_example", "read_tff"]
 Fields = dict[str, Any]
 Client = tuple[str, Fields]
 SQLITE_MAGIC = b"SQLite format 3\0"
-# HDF5 keeps shapes; a tf.train.Example is flat
+# HDF5 stores shapes; a tf.train.Example is flat
 SHAPES = {"pixels": (28, 28), "image": (32, 32, 3)}
 
 
 class Source(NamedTuple):
-    """One split of one file: its clients, read one after the other as often as asked, with the fields asked for."""
+    """One split of one file. ``clients(fields)`` can be called several times, and yields clients with these fields."""
 
     split: str
     file: Path
@@ -53,8 +53,9 @@ def read_tff(
 ) -> None:
     """Read TFF files (HDF5, SQLite, also packed as tar or xz) into a store.
 
-    StackOverflow becomes next-word examples at once (it is too large to keep as text): the ``words`` most frequent
-    words of the train split, or those of a ``vocabulary`` file with one word a line, in sentences of ``length`` words.
+    The import turns StackOverflow into next-word examples, because it is too large to store as text. The vocabulary is
+    the ``words`` most frequent words of the train split, or those of a ``vocabulary`` file with one word per line.
+    Sentences have ``length`` words.
     """
     if pixels not in ("uint8", "keep"):
         raise ValueError(f'pixels must be "uint8" or "keep", got {pixels!r}')
@@ -69,7 +70,7 @@ def read_tff(
         if first is None:
             raise ValueError(f"{sources[0].file}: holds no clients")
         convert = _recipe(writer, set(first[1]), sources, words, length, vocabulary, pixels)
-        wanted = {"tokens"} if "tokens" in first[1] else set(first[1])  # StackOverflow's titles and tags stay unread
+        wanted = {"tokens"} if "tokens" in first[1] else set(first[1])  # StackOverflow's titles and tags are not read
         for source in sources:
             for client, fields in source.clients(wanted if "tokens" in wanted else None):
                 if set(fields) != wanted:
@@ -90,7 +91,7 @@ def _recipe(
     vocabulary: Path | None,
     pixels: str,
 ) -> Callable[[Fields, str], Fields]:
-    """What to do with a client's fields, and what the store says about itself."""
+    """The function that converts a client's fields. Also writes name, source and preprocessing of the store."""
     if names == {"pixels", "label"}:
         digits_only = any("digitsonly" in s.file.name for s in sources)
         classes = 10 if digits_only else 62
@@ -223,7 +224,7 @@ def _line(error: BaseException) -> str:
 
 
 def _sqlite(path: Path, stack: contextlib.ExitStack) -> list[Source]:
-    if path.suffix in (".xz", ".lzma", ".gz", ".bz2"):  # SQLite needs the plain file
+    if path.suffix in (".xz", ".lzma", ".gz", ".bz2"):  # SQLite cannot read compressed files
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedbraid-")))
         plain = folder / path.stem
         with open_binary(path) as packed, plain.open("wb") as out:
@@ -251,7 +252,7 @@ def _sqlite_clients(path: Path, split: str, wanted: set[str] | None) -> Iterator
         for client, group in groupby(rows, key=lambda row: row[0]):
             examples = [parse_example(blob, f"{path}: client {client}") for _, blob in group]
             if len(examples) != due.pop(client, None):
-                raise ValueError(f"{path}: client {client}: {len(examples)} examples, client_metadata says otherwise")
+                raise ValueError(f"{path}: client {client}: {len(examples)} examples, not the number of client_metadata")
             fields = _stack(examples, f"{path}: client {client}")
             yield client, fields if wanted is None else {k: v for k, v in fields.items() if k in wanted}
         if due:

@@ -1,8 +1,8 @@
 """Federated data on disk: flat arrays sorted by client, offsets, client ids, and a small JSON header.
 
 A store is a folder. ``header.json`` lists the splits and, for every file, its size and SHA-256. Each field of a split
-is one raw little-endian file that opens as a memory map: opening takes milliseconds whatever the size, and a data set
-larger than memory has the same interface as one in memory. Nothing is pickled.
+is one raw little-endian file that opens as a memory map. Opening takes milliseconds for any size, and a data set larger
+than memory has the same interface as one in memory. No pickle is used.
 
 - `layout`: file names, dtypes and the header's format, shared by the others;
 - `writing`: `StoreWriter` and `write_store`;

@@ -1,4 +1,4 @@
-"""Copy the rows of sampled clients into memory, ahead of use where wanted."""
+"""Copy the rows of sampled clients into memory, optionally ahead of use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Cohort", "gather", "prefetch"]
 
 
 class Cohort(NamedTuple):
-    """Rows of some clients, concatenated: client ``j`` of the cohort owns rows offsets[j] to offsets[j + 1]."""
+    """Rows of some clients, concatenated: client ``j`` of the cohort has rows offsets[j] to offsets[j + 1]."""
 
     clients: np.ndarray
     arrays: dict[str, np.ndarray]

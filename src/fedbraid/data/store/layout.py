@@ -1,4 +1,4 @@
-"""What the files of a store look like: names, dtypes, the header's format, and text of any length."""
+"""The layout of a store's files: names, dtypes, the header's format, and text of any length."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TextRows(Sequence[str]):
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:
-                raise ValueError("text rows slice in steps of one")
+                raise ValueError("slices of text rows must have step 1")
             return TextRows(self.blob, self.rows[start : max(start, stop) + 1])
         i = range(len(self))[index]
         return bytes(self.blob[int(self.rows[i]) : int(self.rows[i + 1])]).decode()

@@ -73,7 +73,7 @@ def open_store(path: str | os.PathLike[str], *, in_memory: bool = False) -> Fede
 
 
 def verify(path: str | os.PathLike[str]) -> int:
-    """Compare every file with its SHA-256 in the header. Returns the bytes read; the first difference is an error."""
+    """Compare every file with its SHA-256 in the header; a difference raises an error. Returns the bytes read."""
     folder, total = Path(path), 0
     for entry in read_header(folder)["splits"].values():
         for name, record in files_of(entry).items():
@@ -101,7 +101,7 @@ def open_split(
         size, expected = file.stat().st_size, dtype.itemsize * int(np.prod(shape, dtype=np.int64))
         if size != expected or size != record["bytes"]:
             raise ValueError(
-                f"{file}: {size} bytes, expected {expected}; the file is cut or damaged, import the data again"
+                f"{file}: {size} bytes, expected {expected}; the file is cut short or damaged, import the data again"
             )
         if not size:
             return np.zeros(shape, dtype)

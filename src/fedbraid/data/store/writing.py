@@ -1,7 +1,7 @@
 """Write a store in one streaming pass.
 
-The files grow in a temporary folder beside the target, which is renamed at the end: an import that fails half-way
-leaves no folder that opens as a store.
+Files are written to a temporary folder next to the target, which is renamed at the end. So an import that fails leaves
+no incomplete store.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Column:
 
     def close(self) -> dict[str, Any]:
         self.file.flush()
-        os.fsync(self.file.fileno())  # the bytes must reach the disk before the rename does
+        os.fsync(self.file.fileno())  # the data must be on disk before the folder is renamed
         self.file.close()
         return {"file": self.path.name, "bytes": self.bytes, "sha256": self.hash.hexdigest()}
 
@@ -122,7 +122,7 @@ class _SplitFiles:
 
 
 class StoreWriter:
-    """Write a store client by client: ``add(split, client id, fields)``, in any order, one pass.
+    """Write a store client by client, in any order and in one pass: ``add(split, client id, fields)``.
 
     On a clean exit the clients of test and validation are put into the order of the train clients, so that client
     ``i`` is the same in each split. Clients without train rows move to the split ``unseen``; if no test client has
@@ -130,7 +130,7 @@ class StoreWriter:
 
     shuffle: seed that shuffles the rows within each client, because some algorithms hold out a slice by position.
         None keeps the order of the source. Clients with a text field are never shuffled.
-    drop_empty: leave clients without examples out instead of refusing them.
+    drop_empty: leave out clients without examples, instead of an error.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class StoreWriter:
         if self.path.exists() and not overwrite:
             raise ValueError(f"{self.path} exists; choose another --out, or remove it first")
         if self.path.exists() and not is_store(self.path):
-            raise ValueError(f"{self.path} exists and is not a store: it will not be overwritten")
+            raise ValueError(f"{self.path} exists and is not a store: it is not overwritten")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._folder = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", suffix=".partial", dir=self.path.parent))
         self._splits: dict[str, _SplitFiles] = {}
@@ -172,7 +172,7 @@ class StoreWriter:
             self._abort()
 
     def add(self, split: str, client: str, fields: Mapping[str, Any], *, source: object = "") -> None:
-        """One client's examples. ``source`` (a file name) begins the message of every error about them."""
+        """Add one client's examples. Error messages about them begin with ``source`` (a file name)."""
         if split not in SPLITS:
             raise ValueError(f"unknown split {split!r}; a store has {', '.join(SPLITS)}")
         files = self._splits.setdefault(split, _SplitFiles(self._folder, split))
@@ -251,7 +251,7 @@ class StoreWriter:
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(self._folder, 0o755)  # mkdtemp makes folders that only the owner can read
+        os.chmod(self._folder, 0o755)  # only the owner can read folders of mkdtemp
         if self.path.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", suffix=".old", dir=self.path.parent))
             os.replace(self.path, old / "store")
@@ -313,7 +313,7 @@ def write_store(path: str | os.PathLike[str], data: FederatedData, *, overwrite:
         path, name=data.name, info=data.info, preprocess=preprocess, shuffle=None, overwrite=overwrite
     ) as writer:
         for name, split in data.splits.items():
-            # Without ids, a split with as many clients as train holds the same clients; any other holds new ones.
+            # Without ids: a split with as many clients as train has the same clients, any other has new ones.
             prefix = "" if split.num_clients == data.train.num_clients and name != "unseen" else f"{name}-"
             for i in range(split.num_clients):
                 if split.offsets[i + 1] > split.offsets[i] or name == "train":

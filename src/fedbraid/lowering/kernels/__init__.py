@@ -1,6 +1,6 @@
 """Kernels for NVIDIA GPUs, written in Pallas: they do in one pass over memory what XLA does in several.
 
-Import the modules inside the functions that use them: Pallas takes long to load, and machines without a GPU do not
+Import these modules inside the functions that use them: Pallas is slow to import, and machines without a GPU do not
 need it.
 """
 
@@ -21,7 +21,7 @@ PRECISION = "jax_default_matmul_precision"
 
 
 def platform() -> str:
-    """The platform for which programs are traced now."""
+    """The platform for which programs are currently traced."""
     device = getattr(jax.config, DEVICE)
     return jax.default_backend() if device is None else getattr(device, "platform", device)
 
@@ -33,7 +33,7 @@ def available() -> bool:
 
 @cache
 def _recent() -> bool:
-    """Whether the GPUs here are NVIDIA's, and not too old."""
+    """Whether this machine's GPUs are NVIDIA's, and not too old."""
     gpu = jax.devices("gpu")[0]
     if "rocm" in gpu.client.platform_version.lower():
         return False
@@ -46,7 +46,7 @@ def interpreted() -> bool:
 
 
 def precision() -> Literal["exact", "default", "bfloat16"]:
-    """The precision that is set for products of float32 where this is called."""
+    """The precision that is currently set for float32 products."""
     how = str(getattr(jax.config, PRECISION))
     return "exact" if how in EXACT else "bfloat16" if how in HALF else "default"
 

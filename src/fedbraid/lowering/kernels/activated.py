@@ -1,13 +1,13 @@
-"""A convolution and what follows it, as one kernel: its bias, ReLU, and a max pool over cells of 2 x 2.
+"""One kernel for a convolution, its bias, a ReLU, and a max pool over cells of 2 x 2.
 
 Compiled separately, the operations after a convolution read and write its whole output several times, forwards and
-backwards, which takes as long as the convolution. Here a kernel writes only what the next layer reads.
+backwards, which takes as long as the convolution. Here a kernel writes only the input of the next layer.
 
 With a pool, a program computes the four values of each of its cells together, so that a value of the images is loaded
-once for all four. It writes only the largest one and its place in the cell. In the backward pass the gradient of the
-convolution is computed from these two where it is used: the cell's value at that place, zero at the other three.
+once for all four. It writes only the largest one and its index in the cell. The backward kernels compute the gradient
+of the convolution from the gradient of the cell and this index: it is zero at the other three places.
 
-Weights and bias are one matrix [kh kw C + 1, O], the bias last: one kernel computes both gradients.
+Weights and bias are one matrix [kh kw C + 1, O], whose last row is the bias: one kernel computes both gradients.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ DEAD = len(SLOTS)  # marks a cell whose maximum the ReLU set to zero
 
 
 class Tiles(NamedTuple):
-    """How the work is cut, and how a program runs."""
+    """Tile sizes, and launch options of a kernel."""
 
     cells: int = 64
     warps: int = 4
     stages: int = 1
-    ahead: int = 0  # loads that are issued before they are needed
+    ahead: int = 0  # number of loads that are issued before they are needed
     split: int = 8  # programs that share one kernel's gradient
 
 
-# The fastest of those tried on an H200, by what is computed and the bytes of a value.
+# The fastest of those tried on an H200, by pass and by bytes of a value.
 TILES = {
     ("forward", 4): Tiles(),
     ("forward", 2): Tiles(ahead=3),
@@ -61,7 +61,7 @@ TILES = {
 
 
 def pools(channels: int, window: Pair, stride: Pair) -> bool:
-    """Whether a convolution with a pool is for these kernels: no strides, channels for a product, few enough sums."""
+    """Whether these kernels can compute a convolution with a pool: no strides, enough channels, a small window."""
     return stride == (1, 1) and channels >= LEAST_CHANNELS and math.prod(window) <= MOST_PLACES
 
 
@@ -121,7 +121,7 @@ def _convolve_relu_jvp(geometry, dtype, primals, tangents):
 
 
 def _weights_gradient(x: Array, dz: Array, geometry: Geometry) -> Array:
-    """Of weights and bias, given the convolution's [B, h, w, O]; differentiable."""
+    """The gradient of weights and bias, given that of the convolution [B, h, w, O]; differentiable."""
     x, dz = x.astype(jnp.float32), dz.astype(jnp.float32)
     kernel = plain.kernel_gradient(x, dz, geometry)
     return jnp.concatenate([kernel.reshape(-1, dz.shape[-1]), dz.sum((0, 1, 2))[None]])
@@ -133,9 +133,9 @@ def _weights_gradient(x: Array, dz: Array, geometry: Geometry) -> Array:
 def convolve_relu_pool(x: Array, weights: Array, geometry: Geometry) -> Array:
     """Images [B, H, W, C] with weights [kh kw C + 1, O] to ReLU(max pool(convolution) + bias) [B, h // 2, w // 2, O].
 
-    The geometry is the convolution's, without strides or spread. Products take values as ``x`` holds them, sums are
-    float32, and the result is of ``x``'s type. Where several places of a cell are largest the gradient goes to the
-    first.
+    The geometry is that of the convolution, without strides or spread. The factors of products have the dtype of ``x``,
+    sums are float32, and the result has the dtype of ``x``. If several values of a cell are the largest, the gradient
+    goes to the first.
     """
     return _pooled(x, weights, geometry)[0]
 
@@ -192,7 +192,7 @@ def _pooled_jvp(geometry, primals, tangents):
 
 
 def _chosen(which: Array, z: Array) -> Array:
-    """Of each cell of the convolution [B, h, w, O] the value that was largest; zero where the ReLU cut it off."""
+    """The value of each cell of z [B, h, w, O] at the index ``which``; zero where the ReLU was zero."""
     _, rows, columns, _ = which.shape
     places = [z[:, i : 2 * rows : 2, j : 2 * columns : 2] for i, j in SLOTS]
     return jnp.stack([jnp.where(which == slot, value, 0) for slot, value in enumerate(places)]).sum(0)
@@ -208,7 +208,7 @@ def _spread(which: Array, dy: Array, out: Pair) -> Array:
 
 
 class _Cells(NamedTuple):
-    """The cells of one tile: which image, where, and whether there is such a cell."""
+    """The cells of one tile: image, row and column; ``real`` is False for padding."""
 
     at: Array
     image: Array
@@ -225,7 +225,7 @@ def _cells(first, count: int, images: int, grid: Pair) -> _Cells:
 
 
 def _load(ref, rows: Array, columns: Array, mask: Array) -> Array:
-    """ref[rows][:, columns] where the mask of the rows holds and columns are inside; else zero."""
+    """ref[rows][:, columns], zero where the mask of the rows is False or a column is out of range."""
     shape = (rows.shape[0], columns.shape[0])
     mask = mask[:, None] & (columns < ref.shape[1])[None, :] if ref.shape[1] % columns.shape[0] else mask[:, None]
     rows, columns, mask = (jnp.broadcast_to(a, shape) for a in (rows[:, None], columns[None, :], mask))
@@ -239,7 +239,7 @@ def _store(ref, rows: Array, columns: Array, value: Array, mask: Array) -> None:
 
 
 def _patch(x_ref, cells: _Cells, place: Pair, size: Pair, geometry: Geometry, channels: Array) -> Array:
-    """The images' values at one place of the patches from which the cells are computed: [cells, channels]."""
+    """The images' values at one place of the cells' patches: [cells, channels]."""
     row, column = (2 * at + p - low for at, p, low in zip((cells.row, cells.column), place, geometry.low, strict=True))
     mask, grid = cells.real, _grid(geometry)
     for at, p, low, n, length in zip((row, column), place, geometry.low, grid, size, strict=True):
@@ -275,7 +275,7 @@ def _call(kernel, grid, shapes, tiles: Tiles, name: str):
 
 
 def _ahead(parts: list, load, ahead: int):
-    """Each part with what was loaded for it, loads being issued so many parts ahead of their use."""
+    """Yields each part with its loaded value. Loads are issued ``ahead`` parts before they are used."""
     loaded: list = []
     for i, part in enumerate(parts):
         while len(loaded) < min(i + 1 + ahead, len(parts)):
@@ -326,7 +326,7 @@ def _forward_kernel(x_ref, k_ref, b_ref, y_ref, which_ref, *, size, geometry, t,
                     totals[slot] += jnp.dot(values, weights[q, block], preferred_element_type=jnp.float32)
     best, which = totals[0], jnp.zeros(totals[0].shape, jnp.int32)
     for slot, value in enumerate(totals[1:], 1):
-        better = (value > best) | (value != value)  # NaN must not be lost
+        better = (value > best) | (value != value)  # propagates NaN
         best, which = jnp.where(better, value, best), jnp.where(better, slot, which)
     best += bias[None, :]
     dead = best <= 0
@@ -357,7 +357,8 @@ def _images_kernel(dy_ref, which_ref, k_ref, dx_ref, *, size, grid, geometry, t,
     rows, columns = _grid(geometry)
     c = pl.program_id(1) * inner + jnp.arange(inner)
 
-    # An image's place 2 i + p meets the convolution's 2 i + p + low - q: place s of the cell i + d.
+    # Image position 2 i + p is multiplied by window place q for output position 2 i + p + low - q, which is place s of
+    # cell i + d.
     def meetings(axis):
         n, low = geometry.window[axis], geometry.low[axis]
         return [(p, q, *divmod(p + low - q, 2)) for p in (0, 1) for q in range(n)]
@@ -423,7 +424,7 @@ def _weights_kernel(x_ref, which_ref, dy_ref, dw_ref, *, size, geometry, t, shap
 
     def tile(i, carry):
         (cells, dy, which), bias, totals = carry
-        following = load(i + 1)  # issued before it is needed: nothing else would hide how long it takes
+        following = load(i + 1)  # issued one iteration early, to hide its latency
         values = [_at(slot, which, dy.astype(x_ref.dtype)).T for slot in range(DEAD)]
         totals = list(totals)
         for place in np.ndindex(kh + 1, kw + 1):

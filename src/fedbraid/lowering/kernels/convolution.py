@@ -1,14 +1,14 @@
 """Convolutions on a GPU as one kernel, which gathers windows and multiplies them without writing them to memory.
 
 A convolution as a product of patches with a kernel (im2col) writes every value of an image to memory once for each
-place of the window, and reads it again. With kernels that differ from client to client this traffic is most of the time
-of a step. Here each program takes some output positions, gathers their windows tile by tile into the chip's own memory
-and multiplies. Both gradients are of the same kind: that of the images is a convolution with the window turned around,
-that of the kernel a product of the windows, transposed, with the output's gradient.
+place of the window, and reads it again. With separate kernels for every client, most of the time of a step is this
+traffic. Here each program takes some output positions, gathers their windows tile by tile into the chip's own memory
+and multiplies. Both gradients are computed in the same way: the gradient of the images is a convolution with the
+flipped window, and the gradient of the kernel is a product of the transposed windows with the output's gradient.
 
-With p the output's positions, q the window's, s strides, l the spread of the images (zeros between values, which the
-gradient of a strided convolution has) and low the zeros in front, position p at window q meets the value at
-(p s + q - low) / l, where that is a whole number inside of the image.
+Let p be an output position, q a place of the window, s the stride, l the spread of the images (l - 1 zeros between
+values, as in the gradient of a strided convolution) and low the padding in front. Then position p reads, at place q,
+the image value at (p s + q - low) / l, if that is a whole number inside the image.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MOST_CHANNELS = 128
 
 
 class Geometry(NamedTuple):
-    """What a convolution does to the two axes of images."""
+    """Window, strides, dilation of the images (``spread``), padding in front (``low``) and output size of both axes."""
 
     window: Pair
     stride: Pair = (1, 1)
@@ -46,7 +46,7 @@ class Geometry(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """How the work is cut, and how a program runs."""
+    """Tile sizes, and launch options of a kernel."""
 
     positions: int
     inner: int  # columns of the windows in one product
@@ -58,24 +58,25 @@ class Tiles(NamedTuple):
 
 
 def pays(x: Array | jax.ShapeDtypeStruct, kernel: Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether this is for these arrays: float32 with rounded products allowed, and few enough channels.
+    """Whether this kernel is used for these arrays: float32, products in a lower precision allowed, few channels.
 
-    With many channels a product over patches does more work for every value that it writes, and XLA's are fine.
+    With many channels, a product over patches does more arithmetic per value that is written to memory, so XLA's
+    products are fast enough.
     """
     fits = x.dtype in (jnp.float32, stored()) and kernel.dtype == jnp.float32
     return fits and max(kernel.shape[2:]) <= MOST_CHANNELS and precision() != "exact"
 
 
 def _tiles(channels: int, window: Pair, out: int, positions: int) -> Tiles:
-    """The cut that was fastest of those tried on an H200, with 1 to 64 channels."""
-    places = math.prod(window) * channels  # with few channels a block takes several places of the window
+    """The tile sizes that were fastest of those tried on an H200, with 1 to 64 channels."""
+    places = math.prod(window) * channels  # with few channels a block spans several places of the window
     inner = power(places, 16, 64) if channels < 16 else 32 if channels % 32 == 0 else 16
     outer = power(out, 16, 64)
     return Tiles(positions, inner, outer, warps=4 if outer == 64 else 2, stages=3 if channels >= 16 else 1)
 
 
 def _gradient_tiles(channels: int, window: Pair, out: int) -> Tiles:
-    if channels < 16:  # little to multiply: many small programs, which wait for memory at the same time
+    if channels < 16:  # little arithmetic: many small programs, so that their waits for memory overlap
         return _tiles(channels, window, out, 32)._replace(warps=2, stages=2, split=16)
     return _tiles(channels, window, out, 64)._replace(warps=4, stages=2)
 
@@ -115,7 +116,7 @@ def _convolve_jvp(geometry, primals, tangents):
 
 
 def _turned(kernel: Array) -> Array:
-    """The window turned around, inputs and outputs exchanged: the kernel of the images' gradient."""
+    """The kernel of the images' gradient: the window flipped, input and output channels exchanged."""
     return kernel[::-1, ::-1].swapaxes(2, 3)
 
 
@@ -128,7 +129,7 @@ def _back(geometry: Geometry, size: Pair) -> Geometry:
 def kernel_gradient(x: Array, dy: Array, geometry: Geometry) -> Array:
     """The gradient of the kernel [kh, kw, C, O], given that of the output [B, h, w, O]."""
 
-    def by_patches(x: Array, dy: Array) -> Array:  # where it is differentiated itself, which is rare
+    def by_patches(x: Array, dy: Array) -> Array:  # used for second derivatives only, which are rare
         flat = jnp.einsum("bhwqc,bhwo->qco", _windows(x, geometry), dy)
         return flat.reshape(*geometry.window, x.shape[-1], dy.shape[-1])
 
@@ -153,7 +154,7 @@ def _windows(x: Array, geometry: Geometry) -> Array:
 
 
 class _Places(NamedTuple):
-    """Output positions of one tile: which image, where its window begins, and whether there is such a position."""
+    """Output positions of one tile: image, first row and column of the window; ``real`` is False for padding."""
 
     image: Array
     row: Array
@@ -171,7 +172,7 @@ def _places(first, count: int, images: int, geometry: Geometry) -> _Places:
 
 
 def _gather(x_ref, size: Pair, geometry: Geometry, places: _Places, block, inner: int, channels: int) -> Array:
-    """One block of ``inner`` columns of the positions' windows, flattened as [q, c]: [positions, inner]."""
+    """One block [positions, inner] of the windows; a window is flattened as [q, c]."""
     (kh, kw), (up, across) = geometry.window, geometry.spread
     if channels % inner == 0:  # one place of the window: neighbouring columns are neighbours in memory
         many = channels // inner
@@ -235,7 +236,7 @@ def _forward_kernel(x_ref, k_ref, *refs, size, geometry, t, shape):
     total = lax.fori_loop(0, -(-depth // t.inner), step, jnp.zeros((t.positions, t.outer), jnp.float32))
     for ref in bias_ref:
         total += gpu.load(ref.at[jnp.zeros_like(o), o], mask=o < out, other=0.0)[None, :]
-        total = jnp.where(total <= 0, 0.0, total)  # keeps NaN
+        total = jnp.where(total <= 0, 0.0, total)  # propagates NaN
     at = first + jnp.arange(t.positions)
     rows, columns = jnp.broadcast_to(at[:, None], total.shape), jnp.broadcast_to(o[None, :], total.shape)
     gpu.store(y_ref.at[rows, columns], total.astype(y_ref.dtype), mask=places.real[:, None] & (o < out)[None, :])
@@ -244,7 +245,7 @@ def _forward_kernel(x_ref, k_ref, *refs, size, geometry, t, shape):
 def _kernel_gradient(
     x: Array, dy: Array, geometry: Geometry, tiles: Tiles | None = None, *, gate: Array | None = None
 ) -> Array:
-    """Of the kernel [kh, kw, C, O]; or, where gradients pass where ``gate`` > 0, of weights and bias as one."""
+    """The gradient of the kernel [kh, kw, C, O]. With ``gate``, that of weights and bias; dy passes where gate > 0."""
     images, *size, channels = x.shape
     out = dy.shape[-1]
     depth = math.prod(geometry.window) * channels

@@ -1,8 +1,8 @@
-"""Products with a matrix that is stored as rows, ``left' right``, on a GPU; only the first rows are filled so far.
+"""Products with a matrix that is stored as rows, ``left' right``, on a GPU.
 
-A client that takes few steps adds little to its weights: each step adds one row to ``left`` [R, d] and one to ``right``
-[R, o] for every example of a batch. These kernels read the filled rows of ``left``, the longer one, and no others; each
-of several clients has its own count.
+Each step of a client adds one row to ``left`` [R, d] and one to ``right`` [R, o] for every example of its batch. So
+only the first rows of these buffers are filled. These kernels read the filled rows of ``left``, the longer one, and no
+others. Each client has its own count of filled rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COPIED = 2048  # values of a row that one program of `added` copies
 
 
 class Tiles(NamedTuple):
-    """How the work is cut, and how a program runs."""
+    """Tile sizes, and launch options of a kernel."""
 
     rows: int  # of left
     columns: int  # of left, in one product
@@ -52,9 +52,9 @@ def empty(shape: tuple[int, ...], dtype) -> Array:
 
 
 def inner(x: Array, left: Array, count: Array, tiles: Tiles | None = None) -> tuple[Array, Array]:
-    """``x left'`` [b, R] of x [b, d] with the first ``count`` rows of left, zero for the others.
+    """``x left'`` [b, R] of x [b, d] with the first ``count`` rows of left; columns of the other rows are zero.
 
-    Also left itself, with x written behind its first ``count`` rows, in place, as far as there is room.
+    Also returns left with x written in place after its first ``count`` rows. Rows beyond the buffer are dropped.
     """
     (b, d), rows = x.shape, left.shape[0]
     tiles = tiles or INNER[left.dtype.itemsize]
@@ -86,7 +86,7 @@ def _inner_kernel(count_ref, x_ref, left_ref, out_ref, new_ref, *, t: Tiles, b: 
         x, left = load(x_ref, batch, columns(i), b, d), load(left_ref, rows, columns(i), count, d)
         return total + jnp.dot(x, left.T, preferred_element_type=jnp.float32)
 
-    def write(i, _):  # by programs of their own: a loop that also wrote would wait for each load
+    def write(i, _):  # in separate programs: a loop that multiplies and writes would wait for each load
         end = jnp.minimum(count + b, height)
         store(new_ref, count + batch, columns(i), end, d, load(x_ref, batch, columns(i), b, d))
 
@@ -97,7 +97,7 @@ def _inner_kernel(count_ref, x_ref, left_ref, out_ref, new_ref, *, t: Tiles, b: 
 
 
 def outer(start: Array, h: Array, left: Array, count: Array, tiles: Tiles | None = None) -> Array:
-    """``start + h left`` [b, d] of h [b, R] with the first ``count`` rows of left, in the type of left."""
+    """``start + h left`` [b, d] of h [b, R] with the first ``count`` rows of left, in the dtype of left."""
     b, d = start.shape
     tiles = tiles or OUTER[left.dtype.itemsize]
     return pl.pallas_call(
@@ -153,10 +153,10 @@ def _total_kernel(which_ref, left_ref, right_ref, out_ref, *, d: int, o: int, co
 
 
 def added(left: Array, rows: Array, count: Array, after: tuple[Array, ...] = ()) -> Array:
-    """``left`` with ``rows`` written behind its first ``count``, in place, as far as there is room.
+    """``left`` with ``rows`` written in place after its first ``count`` rows. Rows beyond the buffer are dropped.
 
     ``after`` are values that are computed from the old left. As inputs they make the compiler run this kernel last, so
-    that it can write in place and makes no copy.
+    that it can write in place without a copy.
     """
     b, d = rows.shape
     width = power(d, most=COPIED)

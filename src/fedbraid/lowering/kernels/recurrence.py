@@ -1,9 +1,9 @@
-"""The positions of an LSTM on a GPU: two kernels for each, the product and everything else.
+"""The positions of an LSTM on a GPU, with two kernels for each: the product, and all other operations.
 
 XLA alone makes six or seven kernels of a position: the product with the recurrent weights, the gates, one for every
-array that is written to, and one for the counter. Most take as long to start as to run. Here everything after the
-product is one kernel, which writes in place into the arrays of all positions and increments the counter. The products
-are XLA's, which tunes them.
+array that is written to, and one for the counter. For most of them the launch takes as long as the work. Here all
+operations after the product are one kernel, which writes in place into the arrays of all positions and increments the
+counter. The products are left to XLA, which tunes them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["cotangent", "states"]
 
 Array = jax.Array
 BLOCK = 512  # values of a program
-UNROLL = 8  # positions of one turn of the loop, which XLA can start as one graph
+UNROLL = 8  # positions per iteration of the loop, which XLA can launch as one CUDA graph
 _clock = jax.ShapeDtypeStruct((1,), jnp.int32)
 
 
@@ -43,7 +43,7 @@ def _times(x: Array, u: Array) -> Array:
 
 
 def states(inputs: Array, u: Array) -> tuple[Array, Array, Array]:
-    """States h, cells c [T, B, hidden] and gates after activation [T, B, 4 hidden]; u may be rounded."""
+    """States h, cells c [T, B, hidden] and gates after activation [T, B, 4 hidden]. u may be bfloat16."""
     length, batch, _ = inputs.shape
     hidden = u.shape[0]
     shapes = [(length, batch, hidden), (length, batch, hidden), (length, batch, 4 * hidden)]
@@ -81,13 +81,13 @@ def _lstm_forwards(t_ref, product, inputs, h_in, c_in, gates_in, t_out, now, h_o
 
 
 def _here(t_ref, like, hidden: int):
-    """The position, and the rows and units of this program's values."""
+    """The position t, and for each value of this program its row, its unit and whether it is inside the array."""
     at = pl.program_id(0) * BLOCK + jnp.arange(BLOCK)
     return t_ref[0], lax.div(at, hidden), lax.rem(at, hidden), at < like.shape[1] * hidden
 
 
 def cotangent(u: Array, c: Array, gates: Array, dh: Array) -> Array:
-    """From the gradients of the states [T, B, hidden] back to those of the gates before activation [T, B, 4 hidden]."""
+    """The gradients of the gates before activation [T, B, 4 hidden], given those of the states [T, B, hidden]."""
     length, batch, hidden = c.shape
     now = jax.ShapeDtypeStruct(gates.shape[1:], u.dtype)
     arrays = [jax.ShapeDtypeStruct(gates.shape, dh.dtype), jax.ShapeDtypeStruct((batch, hidden), dh.dtype)]

@@ -1,4 +1,4 @@
-"""Tiles of matrices in a kernel: their sizes, and reading and writing them up to the edges."""
+"""Tiles of matrices in a kernel: their sizes, and masked loads and stores at the edges of a matrix."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ Array = jax.Array
 
 
 def power(n: int, least: int = 16, most: int = 1 << 30) -> int:
-    """The power of two from ``least`` to ``most`` that covers n, or ``most``."""
+    """The smallest power of two that is at least n, limited to the range from ``least`` to ``most``."""
     return min(max(1 << (n - 1).bit_length(), least), most)
 
 
 def load(ref, rows: Array, columns: Array, height, width: int, *, at: tuple = ()) -> Array:
-    """ref[at][rows][:, columns], zero from ``height`` and ``width`` on."""
+    """ref[at][rows][:, columns], zero for rows >= ``height`` and columns >= ``width``."""
     rows, columns, inside = _places(rows, columns, height, width)
     return gpu.load(ref.at[(*at, rows, columns)], mask=inside, other=0.0)
 
 
 def store(ref, rows: Array, columns: Array, height, width: int, values: Array, *, at: tuple = ()) -> None:
-    """ref[at][rows][:, columns] = values, but nothing from ``height`` and ``width`` on."""
+    """ref[at][rows][:, columns] = values for rows < ``height`` and columns < ``width``."""
     rows, columns, inside = _places(rows, columns, height, width)
     gpu.store(ref.at[(*at, rows, columns)], values.astype(ref.dtype), mask=inside)
 
