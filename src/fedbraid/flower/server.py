@@ -1,9 +1,9 @@
-"""The server's half: a ServerApp that drives rounds over Flower's Grid.
+"""The server side: a ServerApp that runs rounds over Flower's Grid.
 
-Every exchange is asked of a seeded cohort, waits until a deadline, and judges each reply before it counts. What is
-late, lost, malformed, not finite or too large is left out, counted, and named; the uploads that count re-normalise. The
-server's state, its history and the tag of every client's last accepted upload are checkpointed together, so that a
-restarted ServerApp goes on at its round and its clients agree with it.
+In every exchange the server asks a seeded cohort, waits until a deadline, and checks each reply. Replies that are late,
+lost, malformed, not finite or too large are left out, counted and reported; the weights of the accepted uploads are
+normalised without them. The server's state, its history and the tag of every client's last accepted upload are saved in
+one checkpoint. So a restarted ServerApp continues with the right round, and its clients stay consistent with it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ DEFAULT = Policy()
 
 
 class Served(NamedTuple):
-    """A deployed run: what :class:`fedbraid.simulation.Result` is for a simulated one.
+    """The result of a deployed run, like :class:`fedbraid.simulation.Result` of a simulated one.
 
     counts: how many replies of the whole run were late, missing, malformed, nonfinite, oversized, failed or refused,
-        and how many times a client had lost its state.
+        and how often a client lost its state.
     """
 
     params: PyTree
@@ -52,8 +52,8 @@ class Served(NamedTuple):
     seconds: float
     counts: dict[str, int]
     nodes: dict[int, int]  # client -> node
-    taken: dict[int, str]  # client -> tag of its last upload that was taken in
-    clients: dict[str, np.ndarray]  # each client's own metrics in the last evaluation on clients, nan if it has none
+    taken: dict[int, str]  # client -> tag of its last accepted upload
+    clients: dict[str, np.ndarray]  # each client's own metrics in the last evaluation on clients; nan without any
 
 
 def server_app(
@@ -125,19 +125,19 @@ def serve(
     """Run ``alg`` for ``rounds`` rounds on the nodes of ``grid``, with ``cohort`` of them each (default: all).
 
     Args:
-        schema: one example of the data's fields (:func:`fedbraid.flower.schema_of`); a node whose data does not fit
-            is refused.
-        preprocess: that of the nodes' :func:`client_app`.
-        population: how many clients there are: SCAFFOLD's N. Cohorts are drawn as the simulator draws them.
+        schema: shapes and dtypes of the data's fields (:func:`fedbraid.flower.schema_of`); a node whose data does not
+            fit is refused.
+        preprocess: the same as in the nodes' :func:`client_app`.
+        population: number of clients (SCAFFOLD's N). Cohorts are drawn as in the simulator.
         policy: deadlines, and what happens when nodes are missing.
-        evaluate: (params) -> scores, on the server, after every ``eval_every`` rounds and the last.
-        metrics: those of the nodes' :func:`client_app`. With them the clients are asked, after the same rounds, for
-            sums and counts of the metrics on their own test data: the columns are a simulated run's.
-        evaluate_clients: how many clients are asked, drawn anew each time (default: all).
-        checkpoints: a folder; the run goes on from the newest checkpoint in it, and saves one every
-            ``checkpoint_every`` rounds. Clients keep what a restart would need.
-        fingerprint: a name of your own for what is computed, the same on all nodes.
-        on_round: called with a :class:`Round` after each.
+        evaluate: (params) -> scores, on the server, after every ``eval_every`` rounds and after the last.
+        metrics: the same as in the nodes' :func:`client_app`. If given, the clients are asked after the same rounds for
+            sums and counts of the metrics on their own test data. The columns are those of a simulated run.
+        evaluate_clients: number of clients that evaluate, drawn anew each time (default: all).
+        checkpoints: a folder. The run continues from the newest checkpoint in it, and saves one every
+            ``checkpoint_every`` rounds. Clients keep the states that a restart would need.
+        fingerprint: your own name for what clients compute, the same on all nodes.
+        on_round: called with a :class:`Round` after each round.
         say: called with every line of progress: rounds, nodes that are refused, uploads that are left out.
     """
     _check(rounds, population, cohort, policy)
@@ -149,7 +149,7 @@ def serve(
     run.rounds, run.folder, run.scorer = rounds, checkpoints, evaluate
     if metrics is not None:
         if any(exchange.name == wire.EVALUATE for exchange in alg.exchanges):
-            raise ValueError(f"an exchange named {wire.EVALUATE!r} has the columns of the evaluation: rename it")
+            raise ValueError(f"an exchange named {wire.EVALUATE!r} would use the evaluation's columns: rename it")
         shapes = sums_shapes(metrics, jax.eval_shape(alg.params, run.server), schema, preprocess)
         run.declared = tuple(metric_of_column(name, declared_by(metrics)) for name in shapes)
         run.sums = layout_of(shapes)
@@ -157,7 +157,7 @@ def serve(
     if checkpoints is not None and checkpoint.exists(checkpoints):
         run.restore(checkpoint.latest(checkpoints))
         if run.done > rounds:
-            raise ValueError(f"the checkpoint in {checkpoints} is of round {run.done}, after the last, {rounds}")
+            raise ValueError(f"the checkpoint in {checkpoints} is of round {run.done}, after the last round {rounds}")
     began = time.monotonic()
     if run.done < rounds:
         run.join()
@@ -188,5 +188,5 @@ def serve(
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     names = list(dict.fromkeys(name for row in rows for name in row))
-    absent = {name: 0.0 if name.startswith(f"{wire.EVALUATE}/") else np.nan for name in names}  # most rounds have none
+    absent = {name: 0.0 if name.startswith(f"{wire.EVALUATE}/") else np.nan for name in names}  # not every round tests
     return {name: np.array([row.get(name, absent[name]) for row in rows]) for name in names}
