@@ -24,7 +24,7 @@ PLACES = {
     "algorithms": (70, 6),
     "transforms": (200, 6),
     "data": (330, 6),
-    "lowering": (485, 6),
+    "lowering": (512, 6),
     "local": (265, 7),
     "metric": (578, 7),
     "drawing": (775, 7),

@@ -236,7 +236,7 @@ def test_without_any_score_the_run_goes_on_and_says_so():
     told = []
     served = run(grid, rounds=2, on_round=told.append)
     assert served.history["evaluate/untested"].tolist() == [5, 5]
-    assert told[1].notes == ("nobody evaluated the model: of 5 clients 5 have no test data",)
+    assert told[1].notes == ("no client evaluated the model: of 5 clients 5 have no test data",)
     assert list(served.evaluations) == ["round"]
     assert served.clients == {}
 

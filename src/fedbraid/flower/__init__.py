@@ -1,6 +1,6 @@
 """Deployment: the same algorithm object on a real federation, through Flower.
 
-Flower carries the messages, encrypts them and knows the nodes; this package runs an :class:`fedbraid.Algorithm` on it.
+Flower sends the messages, encrypts them and manages the nodes. This package runs a :class:`fedbraid.Algorithm` on it.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""The server's arithmetic of one exchange: uploads in, one step of the server out, as the simulator does it."""
+"""The server's computation in one exchange: from the uploads to the server's next state, as in the simulator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PyTree = Any
 
 
 class Upload(NamedTuple):
-    """What one client sent, as the reducer takes it."""
+    """One client's upload, in the form that the reducer takes."""
 
     lifted: PyTree
     weight: float
@@ -32,7 +32,7 @@ def _judge(exchange: Exchange, up: PyTree, weight: Any) -> tuple[Any, PyTree]:
 
 
 class Aggregator:
-    """Compiled parts of one exchange on the server. Its results do not depend on the order of arrival."""
+    """The server's compiled functions of one exchange. Their results do not depend on the order of arrival."""
 
     def __init__(self, alg: Algorithm, index: int, *, rows: int, population: int) -> None:
         exchange = alg.exchanges[index]
@@ -48,21 +48,21 @@ class Aggregator:
         self._receive = jax.jit(receive)
 
     def upload(self, up: PyTree, weight: float, metrics: dict[str, float]) -> Upload | None:
-        """An upload that may count; None if the exchange does not admit it (it is not finite)."""
+        """The upload for the reducer; None if the exchange does not admit it (it is not finite)."""
         admitted, lifted = self._judge(up, weight)
         return Upload(lifted, weight, metrics) if admitted else None
 
     def step(
         self, server: PyTree, uploads: dict[int, Upload], round_: int, seed: int
     ) -> tuple[PyTree, dict[str, float]]:
-        """The server after it took in the uploads, by client, and their metrics. Without any it stays as it is."""
+        """The server's state after the uploads (by client), and their mean metrics. Without uploads it is unchanged."""
         if not uploads:
             return server, {}
         taken = [uploads[client] for client in sorted(uploads)]
         lifted = [u.lifted for u in taken]
         weights = np.zeros(self._rows if self._gather else len(taken), jnp.result_type(float))
         weights[: len(taken)] = [u.weight for u in taken]
-        if self._gather:  # rank rules see all uploads; empty rows have weight 0, so the program is compiled once
+        if self._gather:  # padded to a fixed number of rows with weight 0, so that the program compiles once
             empty = jax.tree.map(jnp.zeros_like, lifted[0])
             rows = lifted + [empty] * (self._rows - len(lifted))
             combined, weight = jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows), jnp.asarray(weights)

@@ -1,4 +1,4 @@
-"""Asking clients: messages out, answers in, and what of them counts."""
+"""Requests to clients: sending messages, and receiving and checking the answers."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from fedbraid.units import format_bytes
 
 __all__ = ["POLL", "Asked", "Desk"]
 
-SLACK = 1 << 20  # bytes by which a reply may be larger than its upload; a larger one is not read
-POLL = (0.01, 0.5)  # seconds between two looks for replies: first, and at most
-LOOK = 2.0  # seconds between two looks for nodes that came or came back
+SLACK = 1 << 20  # bytes by which a reply may be larger than its upload; a larger reply is not read
+POLL = (0.01, 0.5)  # seconds between two polls for replies: at first, and at most
+LOOK = 2.0  # seconds between two checks for new or returning nodes
 FAULTS = ("missing", "malformed", "nonfinite", "oversized", "failed", "refused")
 
 
 class Asked(NamedTuple):
-    """What a cohort was asked, in progress: an exchange, or an evaluation."""
+    """A request to a cohort, in progress: an exchange or an evaluation."""
 
     name: str
     round: int
     tag: str
-    minimum: int  # answers that it needs
-    wanted: Layout  # of an answer's numbers
-    letter: Callable[[int, int], Letter]  # (client, node) -> what it is asked
-    read: Callable[[Message], Any]  # what came, checked; None if it is not finite
+    minimum: int  # number of answers that it needs
+    wanted: Layout  # expected layout of an answer's arrays
+    letter: Callable[[int, int], Letter]  # (client, node) -> the message to send
+    read: Callable[[Message], Any]  # (reply) -> its checked content; None if it is not finite
     uploads: dict[int, Any]
     awaited: dict[int, tuple[int, float]]  # client -> the node that was asked, and when
     notes: list[str]
-    tally: Counter  # bytes "down" and "up", and numbers of replies by kind
+    tally: Counter  # bytes "down" and "up", and numbers of rejected replies by kind
 
 
 class Desk:
-    """Asks clients through the mail of a run and takes their answers in.
+    """Sends requests to clients and receives their answers.
 
-    counts: how many replies of the whole run were late, missing, malformed and so on; kept by the run.
+    counts: how many replies of the whole run were late, missing, malformed and so on. The run owns this counter.
     """
 
     def __init__(self, post: Post, roster: Roster, policy: Policy, counts: Counter, say: Callable[[str], None]) -> None:
         self.post, self.roster, self.policy, self.counts, self.say = post, roster, policy, counts, say
 
     def listen(self, asked: Asked | None) -> int:
-        """Take in what has come: presences, uploads of the exchange in progress, and what came too late."""
+        """Process the replies that have arrived: to greetings, to the current request, and late ones."""
         replies = self.post.replies()
         for reply in replies:
             if reply.ticket.tag == wire.HELLO:
@@ -65,12 +65,12 @@ class Desk:
         return len(replies)
 
     def is_awaited(self, asked: Asked, reply: Reply) -> bool:
-        """Whether a reply settles a client's part: a node that is gone does not, if another was asked in its place."""
+        """Whether a client's reply is still awaited. An error of a node does not count if another node was asked."""
         node, _ = asked.awaited.get(reply.ticket.client, (None, 0.0))
         return node is not None and (reply.message is not None or node == reply.ticket.node)
 
     def judge(self, asked: Asked, reply: Reply) -> None:
-        """One reply: an upload that counts, or a note that says whose does not, and why."""
+        """Accept the upload in a reply, or add a note that says why the client is left out."""
         node, client = reply.ticket.node, reply.ticket.client
         if reply.message is None:
             self.roster.missed(node)
@@ -83,13 +83,13 @@ class Desk:
             asked.notes.append(f"client {client} (node {node}) left out, {kind}: {reason}")
 
     def take(self, asked: Asked, client: int, reply: Reply) -> tuple[str, str]:
-        """Take an upload in; else what is wrong with it, as a kind and a sentence."""
+        """Accept an upload and return two empty strings, or return the kind of fault and the reason."""
         message = reply.message
         if message is None:
             return "failed", reply.error
         wanted = asked.wanted.nbytes
         if (size := wire.bounded_bytes(message, wanted + SLACK)) > wanted + SLACK:
-            return "oversized", f"it sent {format_bytes(size)}, an answer here has {format_bytes(wanted)}"
+            return "oversized", f"it sent {format_bytes(size)}, an answer should have {format_bytes(wanted)}"
         asked.tally["up"] += size
         try:
             if wire.is_refusal(message):
@@ -114,9 +114,9 @@ class Desk:
         asked.tally["down"] += self.post.send(letters, tag=asked.tag, group=str(asked.round + 1))
 
     def look_around(self, asked: Asked, cohort: list[int], *, again: bool) -> None:
-        """Greet nodes that came meanwhile, and ask a client anew whose place another node has taken.
+        """Greet new nodes, and ask clients again that are now on another node.
 
-        again: ask also those that failed, and those that let a whole deadline pass.
+        again: also ask clients whose answer failed, or who did not answer within the deadline.
         """
         self.roster.greet()
         now, anew = time.monotonic(), []
@@ -131,7 +131,7 @@ class Desk:
         self.ask(asked, anew)
 
     def collect(self, asked: Asked, cohort: list[int]) -> bool:
-        """Ask, and wait until all have answered or the deadline has passed. True if enough answers came."""
+        """Ask a cohort and wait until all have answered or the deadline has passed. True if enough answers came."""
         policy, began = self.policy, time.monotonic()
         self.ask(asked, cohort)
         deadline, look, pause = began + policy.deadline, began + LOOK, POLL[0]
@@ -145,7 +145,7 @@ class Desk:
                     self.roster.missed(node)
             if not waits and (now >= deadline or not asked.awaited):
                 break
-            if waits and self.roster.lost:  # it can be helped only between rounds
+            if waits and self.roster.lost:  # a lost state can be replaced only between rounds
                 break
             if waits and now - began > policy.patience:
                 raise TooFewError(self.shortage(asked, f"{policy.patience:g} s, the policy's patience"))
@@ -168,13 +168,13 @@ class Desk:
         )
 
     def account(self, asked: Asked, started: float, many: int, size: int, taken: int) -> dict[str, float]:
-        """What an exchange or an evaluation cost, and what went wrong in it, as columns of the history.
+        """Bytes, seconds and faults of an exchange or an evaluation, as columns of the history.
 
-        many clients were sent ``size`` bytes of numbers each; ``taken`` of their answers counted.
+        many: number of clients asked. size: bytes of arrays sent to each. taken: number of accepted answers.
         """
         self.counts.update({kind: asked.tally[kind] for kind in FAULTS})
         return {
-            "refused": asked.tally["nonfinite"],  # the simulator's word for an upload that is not admitted
+            "refused": asked.tally["nonfinite"],  # the simulator's column for uploads that are not admitted
             "bytes_down": float(many * size),
             "bytes_up": float(taken * asked.wanted.nbytes),
             "asked": many,

@@ -1,4 +1,4 @@
-"""TLS certificates of a rehearsal and keys of its nodes; and checks of those that people bring."""
+"""TLS certificates and node keys: made for rehearsals, and checked if the user provides them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from cryptography.x509.oid import NameOID
 
 __all__ = ["Certificates", "check_certificates", "make_certificates", "make_node_key"]
 
-DAYS = 30  # a rehearsal's certificates are not meant to be kept
+DAYS = 30  # validity of a rehearsal's certificates
 
 
 class Certificates(NamedTuple):
     """The three files of a SuperLink with TLS."""
 
-    authority: Path  # what nodes are given: --root-certificates
+    authority: Path  # the nodes' --root-certificates
     certificate: Path
     key: Path
 
@@ -52,7 +52,7 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 def make_certificates(
     folder: Path, hosts: tuple[str, ...] = ("localhost", "127.0.0.1"), *, days: float = DAYS
 ) -> Certificates:
-    """A certificate authority of its own and a server certificate for ``hosts``, valid for ``days``.
+    """Make a certificate authority and a server certificate for ``hosts``, valid for ``days`` days.
 
     >>> import tempfile
     >>> check_certificates(make_certificates(Path(tempfile.mkdtemp())))
@@ -118,7 +118,7 @@ def _host(name: str) -> x509.GeneralName:
 
 
 def check_certificates(files: Certificates) -> None:
-    """Refuse certificates that are missing, unreadable, expired or do not belong together, in one line."""
+    """Refuse files that are missing, unreadable or expired, or that do not belong to each other."""
     for what, place in files._asdict().items():
         if not place.is_file():
             raise ValueError(f"the {what} file {place} is missing: make it, or remove its folder to have new ones made")
@@ -149,7 +149,7 @@ def check_certificates(files: Certificates) -> None:
 
 
 def make_node_key(place: Path) -> Path:
-    """A node's private key at ``place`` and its public key beside it; returns the public key's file."""
+    """Make a node's private key at ``place`` and its public key at ``place.pub``; returns the public key's file."""
     place.parent.mkdir(parents=True, exist_ok=True)
     public = place.with_name(f"{place.name}.pub")
     if place.exists():

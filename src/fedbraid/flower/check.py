@@ -1,4 +1,4 @@
-"""What a site can do before its node joins: load its data as the node would, and see whether it fits."""
+"""The check of a site before its node joins: load the data as the node would, and check that it fits the schema."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["check_site"]
 
 
 def check_site(app: Path, node_config: str = "") -> dict[str, Any]:
-    """What ``load_data`` of the app gives under a node config, in numbers; a ValueError if it does not fit."""
+    """Numbers of examples that the app loads with a node config, and its fingerprint; ValueError if they do not fit."""
     federation = load_federation(package_of(app))
     sys.path.insert(0, str(app.resolve()))
     try:
@@ -28,7 +28,7 @@ def check_site(app: Path, node_config: str = "") -> dict[str, Any]:
         sys.path.remove(str(app.resolve()))
     try:
         config = parse_config_args([node_config]) if node_config else {}
-    except Exception as error:  # Flower raises a mix of kinds here
+    except Exception as error:  # Flower raises different exceptions here
         raise ValueError(f"the node config {node_config!r} cannot be read: {error}") from None
     context = Context(0, 0, config, RecordDict(), {})
     found = {}

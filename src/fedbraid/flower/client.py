@@ -1,4 +1,4 @@
-"""A site's half: a ClientApp that runs an algorithm's client functions on the site's own data."""
+"""The client side: a ClientApp that runs an algorithm's client functions on a site's own data."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ __all__ = ["client_app"]
 PyTree = Any
 LoadData = Callable[[Context], Mapping[str, Any]]
 LoadTest = Callable[[Context], Mapping[str, Any] | None]
-NUMBER_KEYS = ("client", "partition-id")  # of a node's config: its number in the population
+NUMBER_KEYS = ("client", "partition-id")  # keys in a node's config for its number in the population
 _log = logging.getLogger("flwr")
 
 
@@ -70,18 +70,18 @@ def client_app(
 
     Args:
         alg: the algorithm. Each of its exchanges is an action, ``train.<name>``.
-        params: the model's parameters, or their shapes: values come from the server.
-        load_data: (context) -> the site's own arrays, one row an example, as the server's schema asks.
-        preprocess: from a batch of these arrays to the batch that the loss reads (``FederatedData.preprocess``), the
-            same on the server.
+        params: the model's parameters, or their shapes. The values come from the server.
+        load_data: (context) -> the site's own arrays, with one row per example. They must fit the server's schema.
+        preprocess: from a batch of these arrays to the batch that the loss reads (``FederatedData.preprocess``). It
+            must be the same on the server.
         metrics: ``(params, batch) -> {name: (sums, weights)}``, as :func:`fedbraid.simulate` takes them. The node
             computes them on its own test data when the server asks, and answers with sums and counts only.
         load_test: (context) -> the site's own test arrays, with the same fields; None if it has none.
-        fingerprint: a name of your own for what is computed, the same on the server; by default a digest of the
-            client programs.
-        cache: keep compiled programs on the node's disk (``cache-dir`` of its config, else beside Flower's files).
+        fingerprint: your own name for what clients compute, the same on the server; by default a digest of the client
+            programs.
+        cache: keep compiled programs on the node's disk (``cache-dir`` of its config, else in Flower's folder).
 
-    The node's config may say the site's number in the population (``client`` or ``partition-id``; else the server
+    The node's config may contain the site's number in the population (``client`` or ``partition-id``; else the server
     numbers the nodes) and a folder for its state (``state-dir``).
 
     >>> import jax.numpy as jnp, numpy as np
@@ -92,7 +92,7 @@ def client_app(
     if not callable(load_data):
         raise ValueError(f"load_data must be a function of the node's context, got {load_data!r}")
     if (metrics is None) != (load_test is None):
-        raise ValueError("metrics and load_test go together: the metrics are evaluated on what load_test loads")
+        raise ValueError("metrics and load_test go together: give both or none; metrics are evaluated on the test data")
     site = _Site(alg, params, load_data, preprocess, fingerprint, cache)
     if metrics is not None and load_test is not None:
         site.load_test, site.sums = load_test, jax.jit(sums_program(metrics, preprocess))
@@ -109,7 +109,7 @@ class StateLostError(ValueError):
 
 
 class _Site:
-    """What a process of a node knows: the algorithm and how to load its data. The rest comes with each message."""
+    """The state of a node's process: the algorithm and how to load data. All else comes with each message."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class _Site:
         return layout_of(jax.eval_shape(self.alg.params, jax.eval_shape(self.alg.init, self.params)))
 
     def guard(self, handle: Callable[[Message, Context], Message]) -> Callable[[Message, Context], Message]:
-        """Mistakes of the user or of the server (ValueError) are answered with the reason; other errors propagate."""
+        """Answer a ValueError (a mistake of the user or of the server) with its reason. Other errors propagate."""
 
         def handler(message: Message, context: Context) -> Message:
             if self.cache:
@@ -178,7 +178,7 @@ class _Site:
         return self.layouts[text]
 
     def fingerprint_for(self, context: Context, run: str, text: str) -> str:
-        """This node's fingerprint; cached in its context, because it takes tracing the programs."""
+        """This node's fingerprint. It is cached in the context, because computing it traces the programs."""
         key = f"fedbraid/{run}/fingerprint"
         known = context.state.config_records.get(key)
         if known is not None and known.get("schema") == text:
@@ -197,7 +197,7 @@ class _Site:
         return mine
 
     def hello(self, message: Message, context: Context) -> Message:
-        """Before the first round: check that this site's data fit and that it runs what the server runs."""
+        """Before the first round: check that this site's data fits and that its programs equal the server's."""
         greeting = read_plain(message, Greeting)
         schema = schema_from_json(greeting.schema)
         number = _number(context, greeting)
@@ -207,8 +207,8 @@ class _Site:
         if self.state_layout.leaves:
             states = states_of(context, greeting.run, number)
             if greeting.first not in states.held():
-                # Made from the server's own parameters, so that both have the same bits. Made even if the node holds
-                # other states, because only the server knows whether the one that it needs is among them.
+                # Made from the server's parameters, so that all clients have the same bits. Made even if the node holds
+                # other states, because only the server knows which state it needs.
                 params = read_records(layout_of(self.params), wire.arrays_in(message))
                 states.write(greeting.first, pack(jax.jit(self.alg.init_client)(params)))
             held = states.held()
@@ -223,10 +223,10 @@ class _Site:
         return Message(content(presence), reply_to=message)
 
     def work(self, index: int, message: Message, context: Context) -> Message:
-        """One exchange: send the upload; keep its new state here until the server says that the upload counted."""
+        """One exchange: send the upload, and keep the old and the new state until the server says which one counts."""
         order = read_plain(message, Order)
         if order.exchange != index:
-            raise ValueError(f"the order names exchange {order.exchange}, its action is that of exchange {index}")
+            raise ValueError(f"the order is for exchange {order.exchange}, but its action is that of exchange {index}")
         self.check_fingerprint(context, order.run, order.schema, order.fingerprint)
         down = read_records(self.down_layouts[index], wire.arrays_in(message))
         data, _ = self.data(context, schema_from_json(order.schema))
@@ -242,7 +242,7 @@ class _Site:
         return Message(content(answer, records(report.up), metrics), reply_to=message)
 
     def test(self, message: Message, context: Context) -> Message:
-        """Test the server's model on this site's own test data: send sums and counts, and nothing else."""
+        """Test the server's model on this site's own test data. Only sums and counts are sent."""
         asked = read_plain(message, Question)
         self.check_fingerprint(context, asked.run, asked.schema, asked.fingerprint)
         arrays = self.load_test(context)
@@ -267,7 +267,7 @@ class _Site:
 
 
 def client_data(arrays: Mapping[str, Any], rows: int, preprocess: Preprocess | None = None) -> ClientData:
-    """A site's arrays as its client functions take them."""
+    """A site's arrays in the form that client functions take."""
     room = room_for(rows)
     return ClientData(padded(arrays, rows, room), np.int32(0), np.int32(rows), room, preprocess)
 
@@ -283,7 +283,7 @@ def _versions() -> str:
 
 
 def _number(context: Context, greeting: Greeting) -> int:
-    """The site's number in the population: what its config says, else what the server offers."""
+    """The site's number in the population, from its config, else from the server's greeting."""
     for key in NUMBER_KEYS:
         if key in context.node_config:
             number = context.node_config[key]

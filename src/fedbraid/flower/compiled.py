@@ -1,4 +1,4 @@
-"""The compilation cache of a node: Flower starts a process for every message, so compiled programs are kept on disk."""
+"""The compilation cache of a node. Flower starts a process for every message, so compiled programs are kept on disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CACHE_DIR = "cache-dir"  # the key in a node's config
 
 
 def default_cache() -> Path:
-    """The default folder, beside Flower's own files."""
+    """The default folder, inside Flower's own folder."""
     home = os.environ.get("FLWR_HOME")
     return (Path(home) if home else Path.home() / ".flwr") / "fedbraid-compiled"
 
@@ -30,7 +30,7 @@ def use_cache(folder: Path | str | None = None) -> Path | None:
     place = Path(folder).expanduser() if folder else default_cache()
     place.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(place))
-    # by default jax keeps only programs that took a second to compile; the next message's process needs all of them
+    # by default jax keeps only programs that took a second to compile; the process of the next message needs all
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return place

@@ -1,7 +1,7 @@
-"""Evaluation on the clients' own test data: a node sends sums and counts of the metrics, and nothing else.
+"""Evaluation on the clients' own test data. A node sends only sums and counts of the metrics.
 
-Node and server use the simulator's own reductions (:mod:`fedbraid.simulation.evaluate`). On the same data and model, a
-deployed run therefore has the columns and the values of a simulated one.
+Node and server use the functions of the simulator (:mod:`fedbraid.simulation.evaluate`). On the same data and model, a
+deployed run therefore has the same columns and values as a simulated one.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ __all__ = [
 
 PyTree = Any
 Sums = Mapping[str, Any]
-"""Of one client: ``{metric: [its sum over the test examples, the sum of its weights]}``."""
+"""The sums of one client: ``{metric: [sum over its test examples, sum of their weights]}``."""
 
 
 def check_evaluation(metrics: Callable | None, evaluate_clients: int | None, population: int) -> None:
-    """Refuse a number of evaluating clients above the population, or one without metrics to evaluate."""
+    """Refuse a number of evaluating clients above the population, or without metrics."""
     if evaluate_clients is None:
         return
     if metrics is None:
@@ -54,16 +54,16 @@ def check_evaluation(metrics: Callable | None, evaluate_clients: int | None, pop
 
 
 def rows_of(schema: Schema, arrays: Mapping[str, Any] | None) -> int:
-    """How many test examples a site has; 0 if it has none. Examples that do not fit the schema are a ValueError."""
+    """The number of a site's test examples; 0 if it has none. ValueError if they do not fit the schema."""
     if arrays is None or (isinstance(arrays, Mapping) and not any(len(a) for a in arrays.values())):
         return 0
     return check_data(schema, arrays)
 
 
 def batches_of(arrays: Mapping[str, Any], rows: int, room: int) -> tuple[dict[str, Any], Any]:
-    """A site's test examples in batches, padded to ``room``: a site whose data grows a little compiles nothing new.
+    """A site's test examples in batches, padded to ``room`` rows, so that a little more data needs no new compilation.
 
-    The padding is a second client's; `sums_program` drops its sums.
+    The padding belongs to a second client, whose sums `sums_program` drops.
     """
     return in_batches(Split(padded(arrays, rows, room), np.array([0, rows, room])))
 
@@ -71,7 +71,7 @@ def batches_of(arrays: Mapping[str, Any], rows: int, room: int) -> tuple[dict[st
 def sums_program(
     metrics: Callable, preprocess: Preprocess | None = None
 ) -> Callable[[PyTree, dict[str, Any], Any], dict[str, Any]]:
-    """(params, *batches_of) -> the sums of the first client: all that leaves a node."""
+    """(params, *batches_of) -> the sums of the first client. Nothing else leaves a node."""
     fast = lower_metrics(metrics, LoweringOptions())
 
     def sums(params: PyTree, batches: dict[str, Any], owners: Any) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def are_sums(found: Sums) -> bool:
 
 
 def _stacked(found: Mapping[int, Sums], population: int) -> dict[str, Any]:
-    """As the simulator has them, ``{metric: [2, population]}``; clients that did not answer have weight 0."""
+    """The scores as in the simulator, ``{metric: [2, population]}``. Clients that did not answer have weight 0."""
     out: dict[str, Any] = {}
     for name in next(iter(found.values()), {}):
         table = np.zeros((2, population))

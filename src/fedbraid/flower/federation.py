@@ -1,8 +1,8 @@
-"""What all sites of a federation agree on, read from two files of the app that ``fedbraid deploy init`` writes.
+"""The common settings of all sites of a federation, read from two files that ``fedbraid deploy init`` writes.
 
-``experiment.toml`` is the experiment's configuration. ``federation.toml`` describes its data (fields, classes,
-preprocessing, number of clients) for sites that hold data of their own, and sets the policy of rounds. Model and
-algorithm are assembled from the two as for a simulated run.
+``experiment.toml`` is the experiment's configuration. ``federation.toml`` describes the data that each site must have
+(fields, classes, preprocessing) and the number of clients, and sets the policy of rounds. Model and algorithm are built
+from the two files as for a simulated run.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ EXPERIMENT, FEDERATION = "experiment.toml", "federation.toml"
 
 @dataclass(frozen=True)
 class Federation:
-    """What a federation computes, and how its rounds are held.
+    """What a federation computes, and the policy of its rounds.
 
-    Model, algorithm and data are made when they are first asked for, because the process of a node is short.
+    Model, algorithm and data are made when they are first used, because the process of a node is short.
 
-    evaluates: the server tests the model on the experiment's own test split.
-    evaluate_clients: how many clients test it on their own test data.
+    evaluates: whether the server tests the model on the experiment's own test split.
+    evaluate_clients: number of clients that test it on their own test data.
     """
 
     config: Config
@@ -71,12 +71,12 @@ class Federation:
 
     @property
     def schema(self) -> Schema:
-        """What every site's data must fit: the fields as stored."""
+        """The schema that every site's data must fit: the fields as stored."""
         return self.description.fields
 
     @cached_property
     def experiment(self) -> Experiment:
-        """Model and algorithm: those of a simulated run with the same configuration."""
+        """Model and algorithm, as in a simulated run with the same configuration."""
         return assemble(self.config, self.description)
 
     @property
@@ -86,15 +86,15 @@ class Federation:
 
     @cached_property
     def data(self) -> FederatedData:
-        """The experiment's own data: for rehearsals, and for a server that evaluates on its test split."""
+        """The experiment's own data, for rehearsals and for evaluation on the server."""
         return load_data_set(self.config.data.name, **self.config.data.options)
 
     def rehearsal_rows(self, client: Any) -> dict[str, np.ndarray]:
-        """The examples of client ``client`` in the experiment: they replace a site's data in a rehearsal."""
+        """The examples of client ``client`` in the experiment. In a rehearsal they are the site's data."""
         return self.data.train.client(self._number(client))
 
     def rehearsal_test(self, client: Any) -> dict[str, np.ndarray] | None:
-        """Its test examples in the experiment; None if the test split is by other clients, or missing."""
+        """The client's test examples in the experiment; None if the test split is missing or has other clients."""
         number, data = self._number(client), self.data
         return data.test.client(number) if data.test is not None and data.aligned else None
 
@@ -136,7 +136,7 @@ def _read_description(about: Mapping[str, Any], name: str) -> DataDescription:
 
 
 def evaluating_clients(value: Any, population: int) -> int:
-    """How many clients evaluate: ``evaluate_clients`` of ``federation.toml``, checked."""
+    """The number of clients that evaluate, from ``evaluate_clients`` of ``federation.toml``, checked."""
     if value == "all":
         return population
     if type(value) is not int or not 0 <= value <= population:
@@ -192,9 +192,9 @@ def federation_client_app(
 
 
 def federation_server_app(federation: Federation) -> ServerApp:
-    """The ServerApp of a federation. It writes the run folder that the run's config names, ``out``.
+    """The ServerApp of a federation. It writes the run folder ``out`` of the run's config.
 
-    A folder that holds a run which stopped is continued.
+    If the folder holds a stopped run, that run is continued.
     """
     app = ServerApp()
 
@@ -239,12 +239,12 @@ def federation_server_app(federation: Federation) -> ServerApp:
 
 
 def _say(text: str) -> None:
-    """Print lines of progress. The tag tells them from Flower's own lines in a ServerApp's log."""
+    """Print lines of progress. The tag distinguishes them from Flower's own lines in the log of a ServerApp."""
     print(*(TAG + line for line in text.splitlines()), sep="\n", flush=True)
 
 
 def _on_server(score: Evaluator, params: PyTree, *, clients_too: bool) -> dict[str, Any]:
-    """Scores on the server's own test split; where clients evaluate too, they are named ``server_...``."""
+    """Scores on the server's own test split. If clients evaluate, too, their names begin with ``server_``."""
     if not clients_too:
         return score.summary(params)
     return {name: value for name, value in score.summary(params, "server_").items() if not is_client_column(name)}

@@ -1,7 +1,7 @@
 """The schema that every site's data must fit, and the fingerprint of what clients compute.
 
 A federation is run by several parties. Before the first round each node reports its data's schema and its fingerprint.
-A node that differs from the server in either is refused with the reason, so that its uploads are never averaged in.
+If one of them differs from the server's, the node is refused with the reason, so that its uploads are never used.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = ["Messages", "Schema", "check_data", "fingerprint", "messages_of", "sc
 
 PyTree = Any
 Schema = Mapping[str, jax.ShapeDtypeStruct]
-"""One example of each field as stored: ``{"x": ShapeDtypeStruct((64,), "uint8"), "y": ...}``."""
+"""Shape and dtype of one example of each field as stored: ``{"x": ShapeDtypeStruct((64,), "uint8"), "y": ...}``."""
 
-ROWS = 8  # examples of the client whose messages are laid out; the layout does not depend on their number
+ROWS = 8  # examples of the client that is traced for the layout of messages, which does not depend on their number
 
 
 def schema_of(arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-    """The schema that these arrays (one row an example) have.
+    """The schema of arrays with one row per example.
 
     >>> {name: (field.shape, field.dtype.name) for name, field in schema_of({"x": np.zeros((5, 3), "f4")}).items()}
     {'x': ((3,), 'float32')}
@@ -77,7 +77,7 @@ def check_data(schema: Schema, arrays: Mapping[str, Any]) -> int:
 
 
 def shapes_of(tree: PyTree) -> PyTree:
-    """Shapes and dtypes alone. Weak types (of Python's numbers) are dropped: they do not survive the wire."""
+    """Shapes and dtypes of a tree, without weak types (those of Python numbers): messages do not keep them."""
 
     def one(leaf: Any) -> jax.ShapeDtypeStruct:
         leaf = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.eval_shape(lambda: jnp.asarray(leaf))
@@ -103,17 +103,17 @@ def _data(schema: Schema, preprocess: Preprocess | None) -> ClientData:
 def messages_of(
     alg: Algorithm, params: PyTree, schema: Schema, preprocess: Preprocess | None = None
 ) -> tuple[Messages, ...]:
-    """The messages of every exchange; checks that all parts of the algorithm fit together."""
+    """The message layouts of every exchange. Also checks that the functions of the algorithm fit each other."""
     shapes = message_shapes(alg, shapes_of(params), _data(schema, preprocess))
     return tuple(Messages(layout_of(m.down), layout_of(m.up)) for m in shapes)
 
 
 def fingerprint(alg: Algorithm, params: PyTree, schema: Schema, preprocess: Preprocess | None = None) -> str:
-    """A short name of what clients compute: equal on two machines exactly when their client programs are equal.
+    """A short name of what clients compute, equal on two machines if and only if their client programs are equal.
 
-    It is a digest of every exchange's client function as a program (hyper-parameters are constants in it, and the
-    data's preprocessing is part of it), of the shapes of messages and states, and of the schema. Two versions of jax
-    may print one program differently: run one version, or give both sides a fingerprint of your own.
+    It is a digest of the jaxpr of every exchange's client function (with hyper-parameters as constants and with the
+    data's preprocessing), of the shapes of messages and states, and of the schema. Two versions of jax may print one
+    jaxpr differently: use the same version everywhere, or give all sides your own fingerprint.
 
     >>> import jax.numpy as jnp
     >>> from fedbraid import fedavg
@@ -131,7 +131,7 @@ def fingerprint(alg: Algorithm, params: PyTree, schema: Schema, preprocess: Prep
         program = jax.make_jaxpr(exchange.client)(down, state, _data(schema, preprocess), key)
         digest.update(exchange.name.encode())
         digest.update(layout_of((down, state)).to_json().encode())
-        # addresses of functions differ from process to process
+        # memory addresses of functions differ between processes
         digest.update(re.sub(r"0x[0-9a-f]+", "", str(program)).encode())
         for constant in program.consts:
             for buffer in pack(constant).values():

@@ -1,7 +1,7 @@
-"""A federation inside one process: real ClientApp and ServerApp objects, real Flower messages, no network.
+"""A federation in one process: real ClientApp and ServerApp objects, real Flower messages, no network.
 
-For tests, and to try a deployment without any other machine. Flower's own code serialises every message and every
-node's context, and reads them back, as between machines.
+It is for tests, and to try a deployment without other machines. Flower's own code serialises every message and every
+node's context and reads them back, as between machines.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class InProcessGrid(Grid):
     """A Grid whose nodes are contexts in this process.
 
     Args:
-        app: the ClientApp that every node runs, or one per node.
-        nodes: the config of each node, by its id; nodes may join, leave or restart between rounds.
-        tamper: (order, reply) -> the reply that arrives instead, or None if it is lost: faults for tests.
+        app: the ClientApp that every node runs, or one per node id.
+        nodes: the config of each node, by its id. Nodes may join, leave or restart between rounds.
+        tamper: (order, reply) -> the reply that arrives instead, or None if it is lost. Tests inject faults with it.
 
     >>> import jax.numpy as jnp, numpy as np
     >>> from fedbraid import fedavg
@@ -65,7 +65,7 @@ class InProcessGrid(Grid):
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
 
     def join(self, node: int, config: Mapping[str, Any]) -> None:
-        """Add a node, or restart one: a restarted node has only its config."""
+        """Add a node, or restart one. A restarted node keeps only its config."""
         self.contexts[node] = Context(1, node, dict(config), RecordDict(), {})
 
     def leave(self, node: int) -> None:
@@ -78,14 +78,14 @@ class InProcessGrid(Grid):
     # -- the interface of Flower's Grid
 
     def set_run(self, run: Run) -> None:
-        raise NotImplementedError("InProcessGrid has no run: the server of this library makes its messages itself")
+        raise NotImplementedError("InProcessGrid has no run: fedbraid's server creates its messages itself")
 
     @property
     def run(self) -> Run:
-        raise NotImplementedError("InProcessGrid has no run: the server of this library makes its messages itself")
+        raise NotImplementedError("InProcessGrid has no run: fedbraid's server creates its messages itself")
 
     def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        raise NotImplementedError("InProcessGrid has no run: the server of this library makes its messages itself")
+        raise NotImplementedError("InProcessGrid has no run: fedbraid's server creates its messages itself")
 
     def get_node_ids(self) -> Iterable[int]:
         return list(self.contexts)
@@ -114,7 +114,7 @@ class InProcessGrid(Grid):
         app = self.apps[node] if isinstance(self.apps, Mapping) else self.apps
         try:
             reply = app(message, context)
-        except Exception as error:  # as a node's process does with what its ClientApp raises
+        except Exception as error:  # as a node's process handles exceptions of its ClientApp
             reason = f"{type(error)}:<'{error}'>"
             reply = Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
         if node in self.contexts and self.contexts[node] is context:
@@ -128,7 +128,7 @@ class InProcessGrid(Grid):
 
 
 def _travel(message: Message) -> Message:
-    """The message as the other side reads it from its bytes."""
+    """The message as the receiver reads it from its bytes."""
     id_ = message.object_id
     contents = {i: item.deflate() for i, item in get_all_nested_objects(message).items()}
     arrived = inflate_object_from_contents(id_, contents)

@@ -1,7 +1,7 @@
-"""A rehearsal: a SuperLink and its SuperNodes as processes of this machine, and runs on them.
+"""A rehearsal: a SuperLink and its SuperNodes as processes on this machine, and runs on them.
 
-Everything of it lies in one folder of the app, ``.rehearsal``: Flower's homes, logs, certificates, keys, the nodes'
-states and what they compiled. Flower does the networking; here its own programs are started, watched and stopped.
+All its files are in one folder of the app, ``.rehearsal``: Flower's home folders, logs, certificates, keys, the nodes'
+states and compiled programs. Flower does the networking. This module starts, watches and stops Flower's programs.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = ["Link", "Member", "Rehearsal", "run_app"]
 
 FOLDER = ".rehearsal"
 HOST = "127.0.0.1"
-OFFLINE = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}  # nothing is told to anybody
+OFFLINE = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}  # no telemetry, no update check
 
 
 @dataclass(frozen=True)
 class Member:
-    """One process of a rehearsal. ``started`` tells it from a later process with the same number."""
+    """One process of a rehearsal. ``started`` distinguishes it from a later process with the same pid."""
 
     name: str
     pid: int
@@ -55,7 +55,7 @@ class Member:
 
 
 def _started(pid: int) -> str:
-    """When a process was started, in its system's own words; empty if there is none (or only its remains)."""
+    """The start time of a process, in the format of the system; empty if it does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if fields[0] == "Z" else fields[19]
@@ -73,7 +73,7 @@ def free_port() -> int:
 
 
 def check_port(port: int) -> None:
-    """Refuse a port that cannot be listened on."""
+    """Refuse a port on which the SuperLink could not listen."""
     if not 1 <= port <= 65535:
         raise ValueError(f"port must be from 1 to 65535, got {port}")
     with socket.socket() as probe:
@@ -83,20 +83,20 @@ def check_port(port: int) -> None:
         except OSError as error:
             raise ValueError(
                 f"port {port} of this machine cannot be used ({error.strerror}): choose another with --port, or stop "
-                "what listens there"
+                "the program that uses it"
             ) from None
 
 
 class Link(NamedTuple):
-    """How to reach a SuperLink: without a certificate authority, unencrypted."""
+    """How to connect to a SuperLink."""
 
     address: str
-    certificates: Path | None
-    home: Path  # where Flower keeps its own files meanwhile
+    certificates: Path | None  # the certificate authority; None: no encryption
+    home: Path  # home folder of Flower during the connection
 
     @contextmanager
     def control(self) -> Iterator[Any]:
-        """A client of the SuperLink's control API: what the ``flwr`` command uses."""
+        """A client of the SuperLink's control API, which the ``flwr`` command uses, too."""
         import httpx
         from flwr.cli.typing import SuperLinkConnection
         from flwr.cli.utils import init_http_client_from_connection
@@ -128,12 +128,12 @@ class Rehearsal:
         self._list = self.folder / "members.json"
         self._children: list[subprocess.Popen] = []
 
-    # -- what is there
+    # -- settings and members
 
     @property
     def settings(self) -> dict[str, Any]:
         if not self._list.is_file():
-            raise ValueError(f"no rehearsal of {self.app} is up: start one with fedbraid deploy up {self.app}")
+            raise ValueError(f"no rehearsal of {self.app} is running: start one with fedbraid deploy up {self.app}")
         return json.loads(self._list.read_text())
 
     @property
@@ -167,12 +167,12 @@ class Rehearsal:
     ) -> list[Member]:
         """Start a SuperLink and ``nodes`` SuperNodes, numbered from 0, and wait until all are connected.
 
-        configs: what some nodes have in their config beside their number and their folders.
+        configs: further entries of the nodes' configs, by node number.
         """
         if nodes < 1:
             raise ValueError(f"nodes must be at least 1, got {nodes}")
         if self._list.is_file() and any(member.alive for member in self.members):
-            raise ValueError(f"a rehearsal of {self.app} is up already: stop it with fedbraid deploy down {self.app}")
+            raise ValueError(f"a rehearsal of {self.app} is running: stop it with fedbraid deploy down {self.app}")
         if port is not None:
             check_port(port)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -231,7 +231,7 @@ class Rehearsal:
                 stderr=subprocess.STDOUT,
                 cwd=self.folder,
                 env=self._environment(self.folder / "homes" / name),
-                start_new_session=True,  # a group of its own: it outlives this command and is stopped as one
+                start_new_session=True,  # own process group: it outlives this command and is stopped as a whole
             )
         self._children.append(process)
         member = Member(name, process.pid, _started(process.pid), port, str(log))
@@ -278,13 +278,15 @@ class Rehearsal:
         while not ready():
             self._reap()
             if not member.alive:
-                raise ValueError(f"{problem}: it ended; the end of {member.log}:\n{_tail(Path(member.log))}")
+                raise ValueError(f"{problem}: it ended; last lines of {member.log}:\n{_tail(Path(member.log))}")
             if time.monotonic() > until:
-                raise ValueError(f"{problem} after {timeout:g} s; the end of {member.log}:\n{_tail(Path(member.log))}")
+                raise ValueError(
+                    f"{problem} after {timeout:g} s; last lines of {member.log}:\n{_tail(Path(member.log))}"
+                )
             time.sleep(0.1)
 
     def wait_online(self, nodes: int, *, timeout: float = 60.0) -> None:
-        """Wait until that many nodes are connected."""
+        """Wait until ``nodes`` nodes are connected."""
         by_name = {member.name: member for member in self.members}
         with self.link.control() as control:
             for number in range(nodes):
@@ -304,7 +306,7 @@ class Rehearsal:
         return Link(f"{HOST}:{self.settings['port']}", certificate, self.folder / "homes" / "control")
 
     def register(self, public_key: Path) -> None:
-        """Tell the SuperLink about a node's public key: with TLS it admits no other nodes."""
+        """Register a node's public key with the SuperLink. With TLS only registered nodes are admitted."""
         from flwr.cli.supernode.register import try_load_public_key
         from flwr.proto.control_pb2 import RegisterNodeRequest
 
@@ -314,7 +316,7 @@ class Rehearsal:
     # -- stopping
 
     def processes(self, name: str = "") -> list[int]:
-        """Processes of this rehearsal, or of one member, whoever started them: known by their Flower home."""
+        """The pids of this rehearsal's processes, or of one member's, found by their Flower home folder."""
         homes = self.folder / "homes"
         mark = f"FLWR_HOME={homes / name if name else homes}{chr(0) if name else os.sep}".encode()
         found = []
@@ -325,11 +327,11 @@ class Rehearsal:
         return found
 
     def kill(self, name: str) -> None:
-        """End one member and all that it started, at once, as if its machine lost power."""
+        """Kill one member and its child processes at once, as if its machine lost power."""
         self._end([member for member in self.members if member.name == name], signal.SIGKILL)
 
     def down(self) -> list[Member]:
-        """Stop everything; returns what was still running."""
+        """Stop all members; returns those that were still running."""
         if not self._list.is_file():
             return []
         members = self.members
@@ -339,7 +341,7 @@ class Rehearsal:
         return running
 
     def _end(self, members: list[Member], how: int) -> None:
-        """Signal whole process groups; what is left after a while is killed."""
+        """Send a signal to the process groups of the members; kill the processes that remain after 8 seconds."""
         for member in members:
             if member.alive:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -360,7 +362,7 @@ class Rehearsal:
             time.sleep(0.05)
 
     def _reap(self) -> None:
-        """Collect those that this very process started: until then they count as running to what they started."""
+        """Collect ended child processes: their own children would otherwise see them as still running."""
         self._children = [child for child in self._children if child.poll() is None]
 
 
@@ -421,7 +423,7 @@ def start_run(control: Any, app: Path, overrides: Mapping[str, Any]) -> int:
 
 
 def run_status(control: Any, run: int) -> tuple[str, str]:
-    """(status, details) of a run: ``finished:completed`` is the good end."""
+    """(status, details) of a run; the status of a successful run is ``finished:completed``."""
     from flwr.proto.control_pb2 import ListRunsRequest
 
     info = control.ListRuns(ListRunsRequest(run_id=run)).run_dict[run]
@@ -430,7 +432,7 @@ def run_status(control: Any, run: int) -> tuple[str, str]:
 
 
 def runs_of(control: Any) -> dict[int, str]:
-    """All runs that the SuperLink knows, and how each stands."""
+    """All runs of the SuperLink by number, with their status."""
     from flwr.proto.control_pb2 import ListRunsRequest
 
     found = control.ListRuns(ListRunsRequest()).run_dict
@@ -440,7 +442,7 @@ def runs_of(control: Any) -> dict[int, str]:
 def run_app(
     link: Link, app: Path, out: str, *, on_line: Callable[[str], None] | None = None, **overrides: Any
 ) -> tuple[str, str]:
-    """Run an app and follow its progress until it ends; returns how it ended, as :func:`run_status` says it.
+    """Run an app and follow its progress until it ends; returns its :func:`run_status`.
 
     ``out`` is the run folder on the SuperLink's machine.
     """

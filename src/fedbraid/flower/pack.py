@@ -1,9 +1,9 @@
-"""Packing: a message travels as one buffer per dtype, not as one record per leaf.
+"""Packing: a message is sent as one buffer per dtype, not as one record per leaf.
 
-Flower wraps every array in an object of its own (a header, a hash and a JSON body: a few hundred bytes), so a model of
-many small leaves pays for each. Here the leaves of one dtype lie one after the other in one flat buffer. Both sides
-know the message's *layout* (path, dtype and shape of every leaf), so only a short digest of it travels; the receiver
-checks it and every buffer's length before it reads a number. Nothing is pickled.
+Flower wraps every array in an object (a header, a hash and a JSON body: a few hundred bytes), which is expensive for
+models with many small leaves. Here all leaves of one dtype are concatenated into one flat buffer. Both sides know the
+message's *layout* (path, dtype and shape of every leaf), so only a short digest of it is sent. The receiver checks the
+digest and the length of every buffer before it reads the values. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RAW = "fedbraid.raw"  # Flower's name for how an array was serialised: plain lit
 
 
 class MessageError(ValueError):
-    """A message that does not have the layout it must have; names the leaf."""
+    """A message does not have the expected layout; the message of the error names the leaf."""
 
 
 class Leaf(NamedTuple):
@@ -45,27 +45,27 @@ class Leaf(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What a message consists of: its leaves in order, and the tree they make."""
+    """The structure of a message: its leaves in order, and their tree."""
 
     leaves: tuple[Leaf, ...]
     tree: Any  # jax's PyTreeDef
-    keys: tuple[bool, ...]  # which leaves are random keys: their words travel
+    keys: tuple[bool, ...]  # which leaves are random keys, sent as their key data
 
     @property
     def digest(self) -> str:
-        """A short name of the layout: equal exactly when paths, dtypes and shapes are."""
+        """A short hash of the layout: equal if and only if paths, dtypes and shapes are equal."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the message's numbers: what ``cost`` counts."""
+        """Bytes of the message's arrays, as ``cost`` counts them."""
         return sum(leaf.size * _dtype(leaf.dtype).itemsize for leaf in self.leaves)
 
     def to_json(self) -> str:
         return json.dumps([[leaf.path, leaf.dtype, list(leaf.shape)] for leaf in self.leaves], separators=(",", ":"))
 
     def buffers(self) -> dict[str, int]:
-        """Values in each dtype's buffer."""
+        """Number of values in each dtype's buffer."""
         sizes: dict[str, int] = {}
         for leaf in self.leaves:
             sizes[leaf.dtype] = sizes.get(leaf.dtype, 0) + leaf.size
@@ -73,7 +73,7 @@ class Layout(NamedTuple):
 
 
 def _dtype(name: str) -> np.dtype:
-    return jnp.dtype(name)  # knows bfloat16 and the other small floats too
+    return jnp.dtype(name)  # unlike NumPy's, also knows bfloat16 and other small floats
 
 
 def _is_key(leaf: Any) -> bool:
@@ -97,7 +97,7 @@ def layout_of(tree: PyTree) -> Layout:
 
 
 def pack(tree: PyTree) -> dict[str, np.ndarray]:
-    """One flat buffer per dtype, leaves in order.
+    """One flat buffer per dtype, with the leaves in order.
 
     >>> pack({"b": jnp.ones(2), "n": jnp.int32(7), "w": jnp.zeros((2, 2))})
     {'float32': array([1., 1., 0., 0., 0., 0.], dtype=float32), 'int32': array([7], dtype=int32)}
@@ -110,7 +110,7 @@ def pack(tree: PyTree) -> dict[str, np.ndarray]:
 
 
 def unpack(layout: Layout, buffers: Mapping[str, np.ndarray]) -> PyTree:
-    """The message that was packed, as views into its buffers.
+    """The inverse of `pack`; the arrays are views of the buffers.
 
     >>> tree = {"b": np.ones(2, np.float32), "n": np.int32(7)}
     >>> jax.tree.map(np.ndarray.tolist, unpack(layout_of(tree), pack(tree)))
@@ -128,7 +128,7 @@ def unpack(layout: Layout, buffers: Mapping[str, np.ndarray]) -> PyTree:
 
 
 def check_buffers(layout: Layout, lengths: Mapping[str, int]) -> None:
-    """Refuse buffers that this layout cannot be read from, naming the first leaf that has no place in them."""
+    """Refuse buffers whose lengths do not fit the layout; the error names the first leaf that is cut off."""
     wanted = layout.buffers()
     for name in wanted:
         have = lengths.get(name, 0)
@@ -138,12 +138,12 @@ def check_buffers(layout: Layout, lengths: Mapping[str, int]) -> None:
                 continue
             end += leaf.size
             if end > have:
-                raise MessageError(f"leaf {leaf} is cut off: {have} {name} values came, the message has {wanted[name]}")
+                raise MessageError(f"leaf {leaf} is cut off: got {have} {name} values, expected {wanted[name]}")
         if have > end:
-            raise MessageError(f"{have} {name} values came, the message has {wanted[name]}")
+            raise MessageError(f"got {have} {name} values, expected {wanted[name]}")
     for name in lengths:
         if name not in wanted:
-            raise MessageError(f"{lengths[name]} {name} values came, the message has only {_names(wanted)}")
+            raise MessageError(f"got {lengths[name]} {name} values, expected only {_names(wanted)}")
 
 
 def _names(buffers: Mapping[str, int]) -> str:
@@ -151,7 +151,7 @@ def _names(buffers: Mapping[str, int]) -> str:
 
 
 def check_layout(expected: Layout, sent: Sequence[Any], what: str) -> None:
-    """Refuse a layout that differs from the expected one, naming the first leaf that does."""
+    """Refuse a layout that differs from the expected one; the error names the first leaf that differs."""
     theirs = [Leaf(str(path), str(dtype), tuple(shape)) for path, dtype, shape in sent]
     for ours, other in zip(expected.leaves, theirs, strict=False):
         if ours.path != other.path:
@@ -162,12 +162,12 @@ def check_layout(expected: Layout, sent: Sequence[Any], what: str) -> None:
         extra = (expected.leaves if len(expected.leaves) > len(theirs) else theirs)[
             min(len(theirs), len(expected.leaves))
         ]
-        side = "is missing" if len(expected.leaves) > len(theirs) else "is one too many"
+        side = "is missing" if len(expected.leaves) > len(theirs) else "is not expected"
         raise MessageError(f"{what}: leaf {extra} {side}")
 
 
 def records(tree: PyTree) -> ArrayRecord:
-    """A message's numbers as Flower carries them."""
+    """The arrays of a message as a Flower record."""
     arrays = {
         name: Array(dtype=name, shape=buffer.shape, stype=RAW, data=_little(buffer).tobytes())
         for name, buffer in pack(tree).items()
@@ -180,15 +180,15 @@ def _little(buffer: np.ndarray) -> np.ndarray:
 
 
 def read_records(layout: Layout, record: Mapping[str, Array]) -> PyTree:
-    """The message that a record carries, checked before a number is read."""
+    """The message in a record. The layout is checked before the values are read."""
     lengths = {}
     for name, array in record.items():
         if array.stype != RAW or array.dtype != name:
             raise MessageError(f"buffer {name!r} holds {array.stype!r} {array.dtype}, expected {RAW!r} {name}")
         if name not in layout.buffers():
-            raise MessageError(f"a {name} buffer came, the message has only {_names(layout.buffers())}")
+            raise MessageError(f"got a {name} buffer, expected only {_names(layout.buffers())}")
         lengths[name], rest = divmod(len(array.data), _dtype(name).itemsize)
         if rest:
-            raise MessageError(f"the {name} buffer ends within a value: it has {len(array.data)} bytes")
+            raise MessageError(f"the {name} buffer ends in the middle of a value: it has {len(array.data)} bytes")
     check_buffers(layout, lengths)
     return unpack(layout, {name: np.frombuffer(array.data, _dtype(name)) for name, array in record.items()})

@@ -21,15 +21,16 @@ class Policy(NamedTuple):
     """What a round does when nodes are slow, gone or wrong.
 
     deadline: seconds that an exchange waits for its uploads.
-    minimum: uploads that an exchange needs.
-    too_few: what happens with fewer at the deadline. ``wait``: go on waiting, and ask nodes that came back again;
-        ``skip``: leave the server as it is and go to the next round; ``abort``: end with a non-zero exit code.
+    minimum: number of uploads that an exchange needs.
+    too_few: what happens with fewer uploads at the deadline. ``wait``: keep waiting, and ask nodes again that came
+        back. ``skip``: leave the server unchanged and go to the next round. ``abort``: end with a non-zero exit code.
     patience: seconds after which ``wait`` gives up and aborts.
-    join: seconds to wait at the start for the whole population; then the run starts with ``minimum`` nodes or aborts.
-    lost_state: what happens to a client whose node comes without the state that it should have. ``reset``: it alone
-        starts anew from its first state; ``restart``: server and clients start anew from the current model;
-        ``refuse``: its node is left out; ``auto``: ``restart`` if the server must agree with the clients' states (an
-        exchange reconciles them, as SCAFFOLD's does), else ``reset``.
+    join: seconds to wait at the start for the whole population. Then the run starts if at least ``minimum`` nodes are
+        connected, else it aborts.
+    lost_state: what happens when a client's node no longer has its state. ``reset``: only this client starts anew from
+        its first state. ``restart``: server and clients start anew from the current model. ``refuse``: the node is left
+        out. ``auto``: ``restart`` if the server's state depends on the clients' states (an exchange has a
+        ``reconcile``, like SCAFFOLD's), else ``reset``.
     """
 
     deadline: float = 600.0

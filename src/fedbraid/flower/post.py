@@ -1,4 +1,4 @@
-"""Messages on their way: what was sent over a Grid, and the replies as they come."""
+"""Messages over a Grid: sending them, and matching the replies to them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Letter(NamedTuple):
 
 
 class Ticket(NamedTuple):
-    """A message on its way: what a reply to it would be a reply to. Never what the reply itself says."""
+    """A message that was sent and not yet answered. The sender of a reply is known from it, not from the reply."""
 
     node: int
     client: int
@@ -34,7 +34,7 @@ class Ticket(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What came back: a message, or why there is none to read."""
+    """A reply: a message, or the reason why there is none."""
 
     ticket: Ticket
     message: Message | None
@@ -42,7 +42,7 @@ class Reply(NamedTuple):
 
 
 class Post:
-    """The mail of a run. Replies are matched to what was asked, whenever they come."""
+    """The messages of a run. Replies are matched to the messages that they answer, also if they come late."""
 
     def __init__(self, grid: Grid, *, keep: float) -> None:
         self._grid, self._keep = grid, keep
@@ -50,11 +50,11 @@ class Post:
         self._careful = False
 
     def waiting(self, tag: str) -> set[int]:
-        """The nodes that a message with this tag is on its way to."""
+        """The nodes that have not yet answered a message with this tag."""
         return {ticket.node for ticket in self._waiting.values() if ticket.tag == tag}
 
     def send(self, letters: Sequence[Letter], *, tag: str, group: str) -> int:
-        """Send; returns the bytes that Flower serialised."""
+        """Send messages; returns their serialised bytes."""
         if not letters:
             return 0
         messages = [Message(x.content, x.node, x.kind, ttl=self._keep, group_id=group) for x in letters]
@@ -66,7 +66,7 @@ class Post:
         return size
 
     def replies(self) -> list[Reply]:
-        """The replies that are there now. One that Flower cannot read is its sender's fault, and ends no run."""
+        """The replies that have arrived. A reply that Flower cannot read counts as failed and does not end the run."""
         now = time.monotonic()
         self._waiting = {id_: ticket for id_, ticket in self._waiting.items() if ticket.expires >= now}
         if not self._waiting:
@@ -74,11 +74,11 @@ class Post:
         if not self._careful:
             try:
                 return self._match(self._grid.pull_messages(list(self._waiting)))
-            except httpx.HTTPError:  # the SuperLink cannot be reached: nobody's reply is to blame
+            except httpx.HTTPError:  # the SuperLink cannot be reached; this is not an unreadable reply
                 raise
-            except Exception:  # Flower raises many kinds on bytes that it did not make
+            except Exception:  # Flower raises many kinds of errors on invalid bytes
                 self._careful = True
-        found = []  # from now on one by one: an unreadable reply must not take others with it
+        found = []  # from now on replies are read one by one, so that an unreadable one does not affect others
         for id_, ticket in list(self._waiting.items()):
             try:
                 found += self._match(self._grid.pull_messages([id_]))

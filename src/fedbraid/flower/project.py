@@ -34,7 +34,7 @@ packages = ["$package"]
 
 [tool.flwr.app]
 publisher = "fedbraid"
-fab-include = ["$package/**/*.py", "$package/**/*.toml"]  # what travels to the nodes
+fab-include = ["$package/**/*.py", "$package/**/*.toml"]  # files that are sent to the nodes
 
 [tool.flwr.app.components]
 serverapp = "$package.server:app"
@@ -48,7 +48,7 @@ rounds = $rounds
 CLIENT = Template('''\
 """The client of this federation: every site runs it on its own data.
 
-load_data and load_test below are where a site's data enters. Nothing else in this file needs a change.
+load_data and load_test below load a site's data. Nothing else in this file needs a change.
 """
 
 from pathlib import Path
@@ -62,17 +62,17 @@ FEDERATION = load_federation(Path(__file__).parent)
 
 
 def load_data(context):
-    """This site's own examples: one array per field, one row an example.
+    """This site's own examples: one array per field, one row per example.
 
-    Every site's data must fit this schema, or the site is refused at the start with the reason:
+    Every site's data must fit this schema. Otherwise the site is refused at the start, with the reason:
 
 $fields
 
     --- Put the loading of sites' own data here. ---
-    Flower sends this file to every site, so what differs from site to site stands in a site's --node-config:
+    Flower sends this file to every site, so settings of one site are in its --node-config:
         loader="module:function"   a function of the context, in a module that is installed at the site
         data="/path/examples.npz"  a file with one array per field
-        partition-id=0             no data of its own: that client of the experiment, for rehearsals
+        partition-id=0             for rehearsals: the data of this client of the experiment
     """
     site = context.node_config
     if "loader" in site:
@@ -83,9 +83,9 @@ $fields
 
 
 def load_test(context):
-    """This site's own test examples, in the same fields, or None: for evaluate_clients of federation.toml.
+    """This site's own test examples, with the same fields, or None. Used by evaluate_clients of federation.toml.
 
-    They stay here: a site answers with sums and counts of the model's metrics only. In a site's --node-config:
+    They stay at the site: it sends only sums and counts of the model's metrics. In a site's --node-config:
         test-loader="module:function"   a function of the context, as above
         test-data="/path/test.npz"      a file with one array per field
     """
@@ -108,7 +108,7 @@ app = federation_client_app(FEDERATION, load_data, load_test)
 ''')
 
 SERVER = '''\
-"""The server of this federation. What it does is said in experiment.toml and federation.toml beside this file."""
+"""The server of this federation. Its settings are in experiment.toml and federation.toml in this folder."""
 
 from pathlib import Path
 
@@ -122,11 +122,11 @@ README = Template("""\
 
 A Flower app written by fedbraid. $population clients, $rounds rounds.
 
-| file | what it says |
+| file | content |
 | --- | --- |
-| `$package/client.py` | `load_data` and `load_test`, how sites load their own data: the place to edit |
+| `$package/client.py` | `load_data` and `load_test`: edit them to load the sites' own data |
 | `$package/experiment.toml` | algorithm, transforms, model, seed |
-| `$package/federation.toml` | how many clients, deadlines, the schema that every site's data must fit |
+| `$package/federation.toml` | number of clients, deadlines, the schema that every site's data must fit |
 | `$package/server.py` | nothing to edit |
 
 Rehearse on one machine:
@@ -142,15 +142,15 @@ Check a site's data before its node joins:
 
 
 def write_app(folder: Path, config: Config, *, evaluate_clients: int | Literal["all"] = 0) -> dict[str, Any]:
-    """Write the app that deploys ``config``; returns its place, population and files, as plain values.
+    """Write the app that deploys ``config``; returns its folder, population and files, as plain values.
 
-    evaluate_clients: how many clients evaluate the model on their own test data; if any, the server does not evaluate.
+    evaluate_clients: number of clients that evaluate the model on their own test data; if not 0, the server does not.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty: choose another folder for the app")
     data = load_named(config)
     description = data.description
-    assemble(config, description)  # whatever a site could not build is refused here
+    assemble(config, description)  # raises an error now if the sites could not build model or algorithm
     about = written_description(description) | {"policy": Policy()._asdict()}
     tested = evaluating_clients(evaluate_clients, description.population)
     about["federation"] |= {
@@ -191,9 +191,9 @@ def _federation(about: dict[str, Any]) -> str:
     import tomli_w
 
     head = (
-        "# What all sites agree on: every site and the server must have the same file.\n"
+        "# Settings that all sites share: every site and the server must have the same file.\n"
         "# population: number of clients. evaluate: the server tests on the experiment's own test split.\n"
-        '# evaluate_clients: how many clients ("all", or a number) test the model on their own test data.\n'
+        '# evaluate_clients: number of clients (or "all") that test the model on their own test data.\n'
         "# policy: see fedbraid.flower.Policy; too_few is wait, skip or abort.\n\n"
     )
     return head + tomli_w.dumps(about)

@@ -1,4 +1,4 @@
-"""The run folder of a deployed run. It holds the same files as that of a simulated run, so reports compare them."""
+"""The run folder of a deployed run. It has the same files as that of a simulated run, so reports can compare them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["open_folder", "write_run"]
 
 
 def open_folder(out: Path, config: Config) -> Path:
-    """Make a run folder, or open that of a stopped run; returns the folder of its checkpoints."""
+    """Make a run folder, or open the folder of a stopped run; returns the folder of its checkpoints."""
     if (out / runfolder.CONFIG).is_file():
         runfolder.reopen(out)
     else:
@@ -38,7 +38,7 @@ def write_run(
 ) -> RunSummary:
     """Write metrics, picture and summary as a simulated run does; returns the summary.
 
-    clients: each test client's own metrics under the last model.
+    clients: each test client's own metrics with the last model.
     declared: the metrics that the evaluating function declares (see `fedbraid.metric`).
     """
     table = runfolder.columns(served.history, served.evaluations, served.rounds)
@@ -53,10 +53,10 @@ def write_run(
         config,
         table,
         served.evaluations,
-        seconds=float(table["seconds"][-1]),  # of all rounds, those before a restart included
+        seconds=float(table["seconds"][-1]),  # of all rounds, also of those before a restart
         declared=declared,
         finished=finished,
-        diverged=has_diverged(served.history, {}, served.params),  # an evaluation that nobody answered is nan too
+        diverged=has_diverged(served.history, {}, served.params),  # without evaluations: nan if no client answered
         engine={"plan": "flower", "clients": len(served.nodes), "counts": served.counts},
         params_sha256=runfolder.params_sha256(served.params),
         out=str(out),

@@ -1,4 +1,4 @@
-"""Who is there: nodes come, say who they are, go, and come back."""
+"""The connected nodes: they join, say which client they are, leave, and come back."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from fedbraid.flower.post import Letter, Post, Reply
 from fedbraid.flower.states import INIT
 from fedbraid.flower.wire import Greeting, Presence, Refusal, content, read_plain
 
-PRESENCE = 4 << 20  # bytes that a node's answer to a greeting has at most
+PRESENCE = 4 << 20  # largest size of a node's answer to a greeting, in bytes
 RETRY = 15.0  # seconds after which a node that could not answer is greeted again
 
 __all__ = ["Node", "Roster", "Terms"]
 
 
 class Node(NamedTuple):
-    """A node that was greeted and may work."""
+    """A node that has answered its greeting and was accepted."""
 
     id: int
     client: int
     examples: int
-    held: frozenset[str] = frozenset()  # its client's states, when it was greeted
+    held: frozenset[str] = frozenset()  # tags of its client's states when it was greeted
 
 
 class Terms(NamedTuple):
-    """What a node must agree with."""
+    """The settings of a run that every node must match."""
 
     run: str
     fingerprint: str
@@ -41,32 +41,32 @@ class Terms(NamedTuple):
     population: int
     exchanges: tuple[str, ...]
     messages: tuple[Messages, ...]
-    params: ArrayRecord | None  # the first parameters, if clients make their first state from them
-    first: str = INIT  # the name of that state
+    params: ArrayRecord | None  # the first parameters, if clients keep state and make their first state from them
+    first: str = INIT  # the tag of that state
 
 
 class Roster:
-    """The clients of the population that are connected, each by its node.
+    """The connected clients of the population, and the node of each.
 
-    A node that says it is a client which another node already is waits until that one fails to answer or goes: so a
-    restarted node gets its place back at once, and a copy of a node's config does not displace the node. One that comes
-    without the state that its client should have never displaces another; if its client has no other node, it is lost.
+    If two nodes claim the same client, the second waits until the first fails to answer or leaves. So a restarted node
+    gets its client back at once, and a node with a copied config does not displace the original. A node without the
+    state that its client should have never displaces another node. If the client has no other node, its state is lost.
 
-    base: (client) -> the state that the client's next work starts from.
+    base: (client) -> the tag of the state that the client's next work starts from.
     """
 
     def __init__(self, grid: Grid, post: Post, terms: Terms, base: Callable[[int], str]) -> None:
         self._grid, self._post, self.terms, self._base = grid, post, terms, base
         self.clients: dict[int, Node] = {}
-        self.lost: dict[int, Node] = {}  # clients that are there without their state
-        self._greeted: dict[int, str] = {}  # node -> the first state that it was last told of
-        self.refused: dict[int, str] = {}  # node -> why
+        self.lost: dict[int, Node] = {}  # connected clients that lost their state
+        self._greeted: dict[int, str] = {}  # node -> tag of the first state in its last greeting
+        self.refused: dict[int, str] = {}  # node -> the reason
         self._retry: dict[int, float] = {}  # node that could not answer -> when to greet it again
         self._rivals: dict[int, Node] = {}
         self._failing: set[int] = set()
 
     def greet(self) -> None:
-        """Greet the nodes that came, forget those that went."""
+        """Greet new nodes, and remove nodes that are gone."""
         online = set(self._grid.get_node_ids())
         self.clients = {client: node for client, node in self.clients.items() if node.id in online}
         self.lost = {client: node for client, node in self.lost.items() if node.id in online}
@@ -88,8 +88,8 @@ class Roster:
         self._post.send(letters, tag=wire.HELLO, group=wire.HELLO)
 
     def hear(self, reply: Reply) -> str | None:
-        """A node's answer to a greeting. Returns why it is not let in, if it is not."""
-        if reply.message is None:  # a crash there, or a node that went: it may be well a little later
+        """Process a node's answer to a greeting. Returns the reason if the node is not accepted, else None."""
+        if reply.message is None:  # the node crashed or left; it may answer later
             self._retry[reply.ticket.node] = time.monotonic() + RETRY
             return f"node {reply.ticket.node} could not answer: {reply.error}"
         try:
@@ -106,7 +106,7 @@ class Roster:
         return None
 
     def refuse(self, node: int, why: str) -> str:
-        """Do not let a node in, for the rest of the run; returns the sentence that says so."""
+        """Refuse a node for the rest of the run; returns the message for the user."""
         self.refused[node] = f"node {node} is refused: {why}"
         return self.refused[node]
 
@@ -121,7 +121,7 @@ class Roster:
             raise MessageError(f"client {presence.client} is not in a population of {t.population}")
 
     def _settle(self, node: Node, *, heard: bool = True) -> None:
-        """Give a node its client's place, or let it wait. heard: what it holds is what it said just now."""
+        """Assign a node to its client, or let it wait. heard: ``node.held`` comes from an answer of just now."""
         holder = self.clients.get(node.client)
         self._rivals.pop(node.id, None)
         free = holder is None or holder.id == node.id
@@ -136,15 +136,15 @@ class Roster:
         elif heard and self._greeted.get(node.id) == self.terms.first:
             self.clients.pop(node.client, None)
             self.lost[node.client] = node
-        # else it may hold more by now than it said, and is greeted anew
+        # else the list of its states may be out of date, and it is greeted again
 
     def admit(self, node: Node) -> None:
-        """A client that was lost, and whose next work starts from a state that its node holds."""
+        """Accept a client that had lost its state. Its next work must start from a state that its node holds."""
         self.lost.pop(node.client, None)
         self._settle(node)
 
     def renew(self, terms: Terms) -> None:
-        """Other terms: all nodes must be greeted again."""
+        """Set new terms. All nodes must be greeted again."""
         self.terms = terms
         self.clients, self.lost, self._rivals = {}, {}, {}
 
@@ -152,9 +152,9 @@ class Roster:
         self._failing.discard(node)
 
     def missed(self, node: int) -> None:
-        """A node left an order unanswered: whoever waits for its place may have it."""
+        """Mark a node that did not answer an order. A node that waits for the same client may replace it."""
         self._failing.add(node)
 
     def forget(self, node: int) -> None:
-        """Greet a node anew."""
+        """Remove a node, so that it is greeted again."""
         self.clients = {client: known for client, known in self.clients.items() if known.id != node}

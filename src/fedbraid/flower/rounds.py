@@ -1,7 +1,7 @@
 """Rounds by messages: the driver of a deployed run.
 
-It shares the loop, the schedule and the checkpoints with simulated runs (:mod:`fedbraid.simulation.loop`). What is its
-own is the messaging: who is asked what, what comes back, and what of it counts.
+It shares the loop, the schedule and the checkpoints with simulated runs (:mod:`fedbraid.simulation.loop`). This module
+adds the messages: which clients are asked, what they are sent, and which replies are accepted.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ __all__ = ["MessageRounds", "Round", "Site"]
 PyTree = Any
 WAYS = ("down", "up")
 DEFAULT_POLICY = Policy()
-LOSSES = 3  # a client that loses its state more often is refused: every time may cost all others theirs
+LOSSES = 3  # a client that loses its state more often is refused, because each time all others may have to restart
 
 
 class Round(NamedTuple):
-    """What one round tells: for the terminal, and as a row of the history."""
+    """The report of one round, for the terminal and as a row of the history."""
 
-    round: int  # rounds done
+    round: int  # number of completed rounds
     rounds: int
     row: dict[str, float]
     evaluation: dict[str, float]
     seconds: float
-    notes: tuple[str, ...]  # who was left out, and why
+    notes: tuple[str, ...]  # which clients were left out, and why
 
     def total(self, column: str) -> float:
-        """A column summed over the round's exchanges; an evaluation is none."""
+        """A column summed over the round's exchanges, without the evaluation."""
         own = f"{wire.EVALUATE}/{column}"
         return sum(value for name, value in self.row.items() if name.endswith(f"/{column}") and name != own)
 
     def line(self) -> str:
-        """One line for the terminal: nodes answered of those asked, bytes, metrics."""
+        """One line for the terminal: uploads accepted / asked for, bytes, metrics."""
         tested = {name: self.row.get(f"{wire.EVALUATE}/{name}", 0.0) for name in ("asked", "tested")}
         sent = {way: self.total(f"wire_{way}") + self.row.get(f"{wire.EVALUATE}/wire_{way}", 0.0) for way in WAYS}
         evaluation = f"  tested {tested['tested']:g}/{tested['asked']:g}" if tested["asked"] else ""
@@ -79,14 +79,15 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class Site:
-    """What all sites of a deployed run agree on, beside the algorithm.
+    """The settings that all sites of a deployed run share, except the algorithm.
 
-    schema: one example of the data's fields (:func:`fedbraid.flower.schema_of`). A node with other fields is refused.
-    population: how many clients there are: SCAFFOLD's N. cohort: how many are asked in a round (default: all).
+    schema: shapes and dtypes of the data's fields (:func:`fedbraid.flower.schema_of`). A node with other fields is
+        refused.
+    population: number of clients (SCAFFOLD's N). cohort: how many are asked in a round (default: all).
     seed: of cohorts and clients. The simulator draws the same ones.
     policy: deadlines, and what happens when nodes are missing.
-    fingerprint: a name for what is computed, the same on all nodes; None makes one from the programs.
-    preprocess: that of the nodes' :func:`client_app`.
+    fingerprint: a name for what clients compute, the same on all nodes; None makes one from the programs.
+    preprocess: the same as in the nodes' :func:`client_app`.
     """
 
     schema: Schema
@@ -112,10 +113,10 @@ class Site:
 
 
 class MessageRounds:
-    """The server of a deployed run. A checkpoint holds all of it, except who is connected.
+    """The server of a deployed run. A checkpoint holds its whole state, except the connected nodes.
 
-    folder: of checkpoints; None saves none. scorer: (params) -> scores on the server; sums, testers: the layout of what
-    clients answer when they evaluate, and how many are asked. These four are attributes to set.
+    Attributes to set: folder is the folder of checkpoints (None saves none); scorer is (params) -> scores on the
+    server; sums is the layout of the clients' answers when they evaluate; testers is how many clients evaluate.
     """
 
     def __init__(self, alg: Algorithm, params: PyTree, grid: Grid, site: Site, say: Callable[[str], None]) -> None:
@@ -137,38 +138,38 @@ class MessageRounds:
         )
         post = Post(grid, keep=max(4 * site.policy.deadline, 600.0))
         self.roster = Roster(grid, post, terms, self.base)
-        # what a checkpoint holds, beside the name of the run
+        # state that a checkpoint holds, together with the name of the run
         self.done = 0
         self.server = strong(alg.init(params))
-        self.first = params  # what the clients' first states are made of
-        self.losses: Counter = Counter()  # client -> times that it had lost its state
-        self.taken: dict[int, str] = {}  # client -> tag of its last upload that was taken in
+        self.first = params  # the parameters from which clients make their first states
+        self.losses: Counter = Counter()  # client -> how often it lost its state
+        self.taken: dict[int, str] = {}  # client -> tag of its last accepted upload
         self.history: list[dict[str, float]] = []
         self.evaluations: list[dict[str, float]] = []
         self.counts: Counter = Counter()
         self.tested: dict[int, dict[str, list[float]]] = {}  # client -> its sums in the last evaluation
-        # and what it does not
+        # state that a checkpoint does not hold
         self.desk = Desk(post, self.roster, site.policy, self.counts, say)
-        self.durable: dict[int, str] = {}  # what was taken in at the last checkpoint
-        self.restarted = False  # all started anew since the last round
-        self.durable_first = INIT  # and the name of the clients' first states then
-        self.attempt = secrets.token_hex(3)  # a round done again after a restart must not be taken for the first try
+        self.durable: dict[int, str] = {}  # the dict ``taken`` of the last checkpoint
+        self.restarted = False  # whether server and clients started anew since the last round
+        self.durable_first = INIT  # the tag of the clients' first states in the last checkpoint
+        self.attempt = secrets.token_hex(3)  # makes tags unique: a round repeated after a restart gets other tags
         self.told: Round | None = None  # the report of the last round
         self.folder: Path | None = None
         self.scorer: Callable[[PyTree], dict[str, Any]] | None = None
-        self.declared: tuple[Metric, ...] = ()  # by the metrics that clients evaluate
+        self.declared: tuple[Metric, ...] = ()  # the metrics that clients evaluate
         self.sums: Layout | None = None
         self.testers = 0
-        self.rounds = 0  # in all, for reports
+        self.rounds = 0  # total number, for reports
 
     def base(self, client: int) -> str:
-        """The state that the client's next work starts from."""
+        """The tag of the state that the client's next work starts from."""
         return self.taken.get(client, self.roster.terms.first)
 
     # -- checkpoints
 
     def settle(self) -> None:
-        """From now on, a restarted server would go on from here."""
+        """Note the clients' states from which a restarted server would continue."""
         self.durable, self.durable_first = dict(self.taken), self.roster.terms.first
 
     def save(self) -> None:
@@ -187,7 +188,7 @@ class MessageRounds:
         }
         text = np.frombuffer(json.dumps(plain).encode(), np.uint8)
         tree = {"server": checkpoint.pack(self.server), "run": {"json": text}}
-        if self.roster.terms.first != INIT:  # else they are the configuration's
+        if self.roster.terms.first != INIT:  # else they follow from the configuration
             tree["first"] = checkpoint.pack(self.first)
         checkpoint.save(self.folder, self.done, tree)
         self.settle()
@@ -199,7 +200,7 @@ class MessageRounds:
         if plain["fingerprint"] != terms.fingerprint:
             raise checkpoint.CheckpointError(
                 f"the checkpoint {place} is of an algorithm with the fingerprint {plain['fingerprint']}, this run's is "
-                f"{terms.fingerprint}: resume with the configuration it was made with, or choose another folder"
+                f"{terms.fingerprint}: resume with the configuration of the checkpoint, or choose another folder"
             )
         terms = terms._replace(run=plain["run"], first=plain.get("first", INIT))
         if terms.first != INIT:
@@ -216,12 +217,12 @@ class MessageRounds:
         self.tested = {int(client): sums for client, sums in plain.get("tested", {}).items()}
 
     def close(self) -> None:
-        """Nothing is held between rounds."""
+        """Nothing to release."""
 
-    # -- who is there
+    # -- connected clients
 
     def gather(self, wanted: int) -> None:
-        """Wait for that many clients, at most as long as the policy says."""
+        """Wait until ``wanted`` clients are connected, at most for the policy's ``join`` seconds."""
         until, pause = time.monotonic() + self.policy.join, POLL[0]
         while len(self.roster.clients) < wanted and time.monotonic() < until:
             self.roster.greet()
@@ -231,7 +232,7 @@ class MessageRounds:
                 time.sleep(max(0.0, min(pause, until - time.monotonic())))
 
     def join(self) -> None:
-        """Wait for the population; without the policy's minimum there is no run."""
+        """Wait for the population. Raises an error if fewer than the policy's minimum are connected."""
         population = self.roster.terms.population
         self.gather(population)
         if (joined := len(self.roster.clients)) < self.policy.minimum:
@@ -244,12 +245,12 @@ class MessageRounds:
     # -- clients that lost their state
 
     def recover(self) -> bool:
-        """Between rounds: what becomes of clients that are there without their state. True if all start anew.
+        """Between rounds: handle clients that lost their state, by the policy. True if all start anew.
 
-        Server and clients of SCAFFOLD agree that c is the mean of the c_i. If one c_i became 0, the server would have
-        to take c_i / N off c, and it does not know c_i: it keeps the sum of all, not one for each client. What needs
-        no memory is to begin again where everybody agrees, for any algorithm: at ``init`` and ``init_client`` of the
-        current model. Control variates are then found anew; the model stays.
+        In SCAFFOLD c is the mean of the c_i. If one c_i became 0, the server would have to subtract c_i / N from c. But
+        it does not know c_i: it keeps only the sum. For any algorithm, ``init`` and ``init_client`` of the current
+        model are consistent and need no extra memory. So server and clients start from them. The model stays, and the
+        control variates are computed again.
         """
         policy, restart = self.policy.lost_state, []
         if policy == "auto":
@@ -263,7 +264,7 @@ class MessageRounds:
                 self.counts["refused"] += 1
                 often = f" ({self.losses[client]} times in this run)" if self.losses[client] > 1 else ""
                 why = f"client {client} lost its state {self.base(client)!r}{often}: give nodes a state-dir"
-                self.say(self.roster.refuse(node.id, f"{why} that outlives them"))
+                self.say(self.roster.refuse(node.id, f"{why} that survives a restart"))
             elif policy == "restart":
                 restart.append(words)
             else:
@@ -277,7 +278,7 @@ class MessageRounds:
         return bool(restart)
 
     def restart(self) -> None:
-        """Server and clients as a run has them that starts from the current model. No upload may be on its way in."""
+        """Reset server and clients as at the start of a run, with the current model. Call it only between rounds."""
         self.first = strong(self.alg.params(self.server))
         self.server = strong(self.alg.init(self.first))
         self.taken, self.restarted = {}, True
@@ -287,7 +288,7 @@ class MessageRounds:
     # -- rounds
 
     def draw(self, round_: int, exchange: int, before: list[int]) -> list[int]:
-        """The clients to ask: the simulator's cohort when all are there, else a cohort of those that are."""
+        """The clients to ask: the simulator's cohort if all are connected, else a cohort of the connected ones."""
         if self.alg.exchanges[exchange].cohort == "same":
             return [client for client in before if client in self.roster.clients]
         here = sorted(self.roster.clients)
@@ -295,7 +296,7 @@ class MessageRounds:
         return [here[i] for i in address.cohort(self.seed, round_, exchange, len(here), size)] if size else []
 
     def order(self, exchange: int, round_: int) -> Asked:
-        """One exchange of one round, as it is asked of a client and as its uploads are read."""
+        """The request for one exchange of one round: how to write its messages and read its uploads."""
         part, terms, wanted = self.parts[exchange], self.roster.terms, self.messages[exchange].up
         tag = f"{round_}.{exchange}.{self.attempt}"
         arrays = records(part.send(self.server))
@@ -325,7 +326,7 @@ class MessageRounds:
         return Asked(name, round_, tag, self.policy.minimum, wanted, letter, read, {}, {}, [], Counter())
 
     def question(self, round_: int, wanted: Layout) -> tuple[Asked, int]:
-        """An evaluation of the model after a round, and the bytes of that model."""
+        """The request to evaluate the model after a round, and the bytes of that model."""
         terms, tag = self.roster.terms, f"{round_}.{wire.EVALUATE}.{self.attempt}"
         model = self.alg.params(self.server)
         arrays = records(model)
@@ -348,7 +349,7 @@ class MessageRounds:
         return asked, layout_of(model).nbytes
 
     def advance(self, until: int) -> None:
-        """Complete one round: every exchange in turn. With too few uploads the rest of the round is left out."""
+        """Complete one round: every exchange in turn. After too few uploads the rest of the round is skipped."""
         began, round_, late = time.monotonic(), self.done, self.counts["late"]
         known = len(self.roster.clients) + len(self.roster.lost)
         if self.recover():
@@ -384,7 +385,7 @@ class MessageRounds:
     def ask_for(self, metrics: Callable, site: Site, testers: int) -> None:
         """From now on, evaluations ask ``testers`` clients for sums of these metrics."""
         if any(exchange.name == wire.EVALUATE for exchange in self.alg.exchanges):
-            raise ValueError(f"an exchange named {wire.EVALUATE!r} has the columns of the evaluation: rename it")
+            raise ValueError(f"an exchange named {wire.EVALUATE!r} would use the evaluation's columns: rename it")
         shapes = sums_shapes(metrics, jax.eval_shape(self.alg.params, self.server), site.schema, site.preprocess)
         self.declared = tuple(metric_of_column(name, declared_by(metrics)) for name in shapes)
         self.sums, self.testers = layout_of(shapes), testers
@@ -401,12 +402,12 @@ class MessageRounds:
         self.told = self.told._replace(evaluation=scores)
 
     def test(self, told: Round) -> tuple[Round, dict[str, float]]:
-        """Ask clients how good the model is on their own test data. Nobody's silence takes longer than a deadline."""
+        """Ask clients to evaluate the model on their own test data, and wait at most for the policy's deadline."""
         assert self.sums is not None
         started, late, population = time.monotonic(), self.counts["late"], self.roster.terms.population
         here = sorted(self.roster.clients)
         drawn = min(self.testers, len(here))
-        # beside the addresses of the exchanges' cohorts: who is tested says nothing about who trains
+        # an address after those of the exchanges, so that testers are drawn independently of the training cohorts
         which = address.cohort(self.seed, self.done - 1, len(self.parts), len(here), drawn) if drawn else []
         asked, size = self.question(self.done - 1, self.sums)
         cohort = [here[i] for i in which]
@@ -424,14 +425,14 @@ class MessageRounds:
         notes = [*told.notes, *asked.notes]
         if not found:
             notes.append(
-                f"nobody evaluated the model: of {len(cohort)} clients {columns['untested']} have no test data"
+                f"no client evaluated the model: of {len(cohort)} clients {columns['untested']} have no test data"
             )
         told = told._replace(row=row, seconds=row["seconds"], notes=tuple(notes))
         return told, summary(self.tested, population, self.declared)
 
 
 def _numbers(message: Message, answer: Answer | Tested, tag: str, wanted: Layout) -> PyTree:
-    """The numbers of an answer, checked to be to what was asked and to have the layout that it must have."""
+    """The arrays of an answer. Its tag and its layout are checked first."""
     _check_tag(answer.tag, tag)
     if answer.layout != wanted.digest:
         check_layout(wanted, json.loads(answer.leaves or "[]"), "upload")
@@ -441,4 +442,4 @@ def _numbers(message: Message, answer: Answer | Tested, tag: str, wanted: Layout
 
 def _check_tag(given: str, asked: str) -> None:
     if given != asked:
-        raise MessageError(f"it answers {given!r}, asked was {asked!r}")
+        raise MessageError(f"it answers request {given!r}, but the current request is {asked!r}")

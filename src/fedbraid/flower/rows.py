@@ -1,4 +1,4 @@
-"""A site's arrays as compiled programs take them: padded to few sizes."""
+"""Padding of a site's arrays to a few sizes, so that few programs are compiled."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["padded", "room_for"]
 
 
 def room_for(rows: int) -> int:
-    """Rows that a program is compiled for: at least ``rows`` and at most an eighth more.
+    """Number of rows after padding: at least ``rows``, at most an eighth more (at least 16).
 
-    A site whose data grows a little, and a site of about the same size on the same machine, compile nothing new.
+    A site with a little more data, or another site of similar size on the same machine, needs no new compilation.
 
     >>> [room_for(n) for n in (3, 16, 17, 1000, 1030)]
     [16, 16, 18, 1024, 1152]
@@ -26,7 +26,7 @@ def room_for(rows: int) -> int:
 
 
 def padded(arrays: Mapping[str, Any], rows: int, room: int) -> dict[str, np.ndarray]:
-    """``rows`` rows of every field, with zeros up to ``room``, in dtypes that programs have."""
+    """``rows`` rows of every field, padded with zeros to ``room`` rows, in jax's dtypes."""
     out = {}
     for name, field in arrays.items():
         field = np.asarray(field)

@@ -1,9 +1,9 @@
-"""The server's half: a ServerApp that drives rounds over Flower's Grid.
+"""The server side: a ServerApp that runs rounds over Flower's Grid.
 
-Every exchange is asked of a seeded cohort, waits until a deadline, and judges each reply before it counts. What is
-late, lost, malformed, not finite or too large is left out, counted, and named; the uploads that count re-normalise. The
-server's state, its history and the tag of every client's last accepted upload are checkpointed together, so that a
-restarted ServerApp goes on at its round and its clients agree with it.
+In every exchange the server asks a seeded cohort, waits until a deadline, and checks each reply. Replies that are late,
+lost, malformed, not finite or too large are left out, counted and reported; the weights of the accepted uploads are
+normalised without them. The server's state, its history and the tag of every client's last accepted upload are saved in
+one checkpoint. So a restarted ServerApp continues with the right round, and its clients stay consistent with it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ PyTree = Any
 
 
 class Served(NamedTuple):
-    """A deployed run: what :class:`fedbraid.simulation.Result` is for a simulated one.
+    """The result of a deployed run, like :class:`fedbraid.simulation.Result` of a simulated one.
 
     counts: how many replies of the whole run were late, missing, malformed, nonfinite, oversized, failed or refused,
-        and how many times a client had lost its state.
+        and how often a client lost its state.
     """
 
     params: PyTree
@@ -45,8 +45,8 @@ class Served(NamedTuple):
     seconds: float
     counts: dict[str, int]
     nodes: dict[int, int]  # client -> node
-    taken: dict[int, str]  # client -> tag of its last upload that was taken in
-    clients: dict[str, np.ndarray]  # each client's own metrics in the last evaluation on clients, nan if it has none
+    taken: dict[int, str]  # client -> tag of its last accepted upload
+    clients: dict[str, np.ndarray]  # each client's own metrics in the last evaluation on clients; nan without any
 
 
 def server_app(
@@ -95,13 +95,13 @@ def serve(
     """Run ``alg`` for ``rounds`` rounds on the nodes of ``grid``, with ``cohort`` of them each (default: all).
 
     Args:
-        evaluate: (params) -> scores, on the server, after every ``eval_every`` rounds and the last.
-        metrics: those of the nodes' :func:`client_app`. With them the clients are asked, after the same rounds, for
+        evaluate: (params) -> scores, on the server, after every ``eval_every`` rounds and after the last.
+        metrics: the same as in the nodes' :func:`client_app`. If given, the clients are asked after the same rounds for
             sums and counts of the metrics on their own test data. The columns are those of a simulated run.
-        evaluate_clients: how many clients are asked to evaluate, drawn anew each time (default: all).
-        checkpoints: a folder. The run goes on from the newest checkpoint in it, and saves one every
-            ``checkpoint_every`` rounds. Clients keep what a restart would need.
-        on_round: called with a :class:`Round` after each.
+        evaluate_clients: number of clients that evaluate, drawn anew each time (default: all).
+        checkpoints: a folder. The run continues from the newest checkpoint in it, and saves one every
+            ``checkpoint_every`` rounds. Clients keep the states that a restart would need.
+        on_round: called with a :class:`Round` after each round.
         say: called with every line of progress: rounds, nodes that are refused, uploads that are left out.
         site: the fields of :class:`Site` by name: ``schema``, ``population``, ``cohort``, ``seed``, ``policy``,
             ``fingerprint``, ``preprocess``.
@@ -118,7 +118,7 @@ def serve(
     if checkpoints is not None and checkpoint.exists(checkpoints):
         run.restore(checkpoint.latest(checkpoints))
         if run.done > rounds:
-            raise ValueError(f"the checkpoint in {checkpoints} is of round {run.done}, after the last, {rounds}")
+            raise ValueError(f"the checkpoint in {checkpoints} is of round {run.done}, after the last round {rounds}")
     began = time.monotonic()
     if run.done < rounds:
         run.join()
@@ -149,5 +149,5 @@ def serve(
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     names = list(dict.fromkeys(name for row in rows for name in row))
-    absent = {name: 0.0 if name.startswith(f"{wire.EVALUATE}/") else np.nan for name in names}  # most rounds have none
+    absent = {name: 0.0 if name.startswith(f"{wire.EVALUATE}/") else np.nan for name in names}  # not every round tests
     return {name: np.array([row.get(name, absent[name]) for row in rows]) for name in names}

@@ -1,14 +1,14 @@
 """Client states that survive lost uploads, late uploads and restarts.
 
 A client's state may change only together with the server's: SCAFFOLD's c is the mean of all c_i, FedSplit's x the mean
-of all z_i. But a client cannot know whether its upload arrived in time. So it keeps what it had (*committed*) beside
-what its newest work led to (*pending*), each under a tag, and the next order says from which tag to start: ``base``,
-that of the last upload which the server took in. What the server does not name is dropped, except ``durable``, the tag
-in the server's last checkpoint: a restarted server would start from there. A client that no longer has its base is
-helped between rounds (``recover`` in :mod:`fedbraid.flower.rounds`): it never starts from anything else.
+of all z_i. But a client cannot know whether its upload arrived in time. So it keeps both the old state (*committed*)
+and the new one (*pending*), each under a tag. The next order gives the tag to start from, ``base``: that of the last
+upload that the server accepted. It also gives ``durable``, the tag in the server's last checkpoint, from which a
+restarted server would continue. States with other tags are deleted. A client that lost its base state never starts from
+another one: ``recover`` in :mod:`fedbraid.flower.rounds` handles it between rounds.
 
-The states live in a folder of the node where its config names one (``state-dir``): they then survive a restart of the
-node too. Else they live in the node's Flower context, which lives as long as the SuperNode's process.
+If the node's config names a folder (``state-dir``), the states are kept there and survive a restart of the node. Else
+they are kept in the node's Flower context, until the SuperNode's process ends.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class States(Protocol):
 
 
 def states_of(context: Context, run: str, client: int) -> States:
-    """Where this client's states are: the folder that the node's config names, or the node's context."""
+    """This client's states: in the folder that the node's config names, else in the node's context."""
     folder = context.node_config.get(STATE_DIR)
     if folder is None:
         return ContextStates(context, f"{run}/{client}")
@@ -50,7 +50,7 @@ def states_of(context: Context, run: str, client: int) -> States:
 
 
 class ContextStates:
-    """States in the node's context: gone when the SuperNode's process ends.
+    """States in the node's context, until the SuperNode's process ends.
 
     >>> from flwr.app import RecordDict
     >>> states = ContextStates(Context(1, 2, {}, RecordDict(), {}), "run/0")
@@ -85,7 +85,7 @@ class ContextStates:
 
 
 class FolderStates:
-    """States in a folder, each written beside its place and renamed into it: a state that has a name is whole.
+    """States in a folder. Each is written to a temporary file and then renamed, so a state with its name is complete.
 
     >>> import tempfile
     >>> states = FolderStates(Path(tempfile.mkdtemp()) / "run" / "0")
@@ -104,7 +104,7 @@ class FolderStates:
         place = self._folder / f"{tag}.npz"
         if not place.exists():
             return None
-        with np.load(place, allow_pickle=False) as archive:  # raw bytes: NumPy's own format forgets bfloat16
+        with np.load(place, allow_pickle=False) as archive:  # raw bytes, because NumPy's format has no bfloat16
             return {name: archive[name].view(jnp.dtype(name)) for name in archive.files}
 
     def write(self, tag: str, buffers: Buffers) -> None:
@@ -118,6 +118,6 @@ class FolderStates:
         partial.replace(self._folder / f"{tag}.npz")
 
     def keep(self, tags: set[str]) -> None:
-        for place in self._folder.glob("*.npz"):  # what a killed process left half written too
+        for place in self._folder.glob("*.npz"):  # also temporary files that a killed process left
             if place.name.removesuffix(".npz") not in tags:
                 place.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""The records that travel: an order down, an answer up, and what a node and the server say to each other first.
+"""The records in messages: greetings and their answers, orders and their answers, evaluations, refusals.
 
-A Flower message carries records. Ours has a small one of plain values (``fedbraid``), and the numbers packed by dtype
-(``arrays``). Round, exchange, client and seed address the client's randomness; ``base`` and ``durable`` say which of
+A Flower message contains records. Ours has a small one of plain values (``fedbraid``), and the arrays packed by dtype
+(``arrays``). Round, exchange, client and seed determine the client's random key. ``base`` and ``durable`` say which of
 its states the client starts from and which it must keep (see :mod:`fedbraid.flower.states`).
 """
 
@@ -31,22 +31,22 @@ __all__ = [
 PLAIN, ARRAYS, METRICS = "fedbraid", "arrays", "metrics"
 HELLO = "hello"
 EVALUATE = "evaluate"  # Flower's own type of message
-SAFE = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,79}")  # names that become file names on a node
+SAFE = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,79}")  # allowed names, because they become file names on a node
 
 
 class Greeting(NamedTuple):
-    """Server to node, before anything else: what this federation computes."""
+    """Server to node, the first message: what this federation computes."""
 
     run: str
     fingerprint: str
     schema: str
     population: int
-    client: int  # the number that the node has if its site does not say one
-    first: str  # the name of the state that these parameters make, a client's first
+    client: int  # the node's client number if its config does not give one
+    first: str  # the tag of the client's first state, which is made from these parameters
 
 
 class Presence(NamedTuple):
-    """Node to server: who it is and what it holds. Layouts (of each exchange's messages) and tags are JSON."""
+    """Node to server, the answer to a greeting. ``layouts`` (of each exchange's messages) and ``held`` are JSON."""
 
     client: int
     examples: int
@@ -57,7 +57,7 @@ class Presence(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Server to node: one client's part of one exchange of one round. It says all that a restarted node must know."""
+    """Server to node: one client's work in one exchange of one round. It has all that a restarted node needs."""
 
     run: str
     fingerprint: str
@@ -66,10 +66,10 @@ class Order(NamedTuple):
     exchange: int
     client: int
     seed: int
-    tag: str  # the name of the state that this work leads to
-    base: str  # the state to start from: the one whose upload the server took last
-    durable: str  # the state that a restarted server would ask to start from
-    layout: str  # digest of the upload that is expected
+    tag: str  # the tag of the state after this work
+    base: str  # the tag of the state to start from, that of the client's last accepted upload
+    durable: str  # the tag of the state from which a restarted server would continue
+    layout: str  # digest of the expected upload's layout
 
 
 class Answer(NamedTuple):
@@ -78,31 +78,31 @@ class Answer(NamedTuple):
     tag: str
     weight: float
     layout: str
-    leaves: str = ""  # the upload's layout in full, when it is not the expected one
+    leaves: str = ""  # the full layout of the upload, if it is not the expected one
 
 
 class Question(NamedTuple):
-    """Server to node: how good is this model on the client's own test data?"""
+    """Server to node: evaluate this model on the client's own test data."""
 
     run: str
     fingerprint: str
     schema: str
     client: int
     tag: str
-    layout: str  # digest of the sums that are expected
+    layout: str  # digest of the expected sums' layout
 
 
 class Tested(NamedTuple):
-    """Node to server: sums over that many test examples; without any, no sums."""
+    """Node to server: sums over its test examples; no sums if it has none."""
 
     tag: str
     examples: int
     layout: str
-    leaves: str = ""  # the layout of the sums in full, when it is not the expected one
+    leaves: str = ""  # the full layout of the sums, if it is not the expected one
 
 
 class Refusal(NamedTuple):
-    """Node to server: why there is no upload. ``greet`` asks to be greeted anew."""
+    """Node to server: why there is no upload. ``greet`` asks for a new greeting."""
 
     refused: str
     greet: bool = False
@@ -132,7 +132,7 @@ def content(plain: Any, arrays: ArrayRecord | None = None, metrics: dict[str, fl
 
 
 def read_plain(message: Message, kind: type[T]) -> T:
-    """The plain part of a message, every field there and of its type."""
+    """The plain values of a message. Checks that every field is there and has its type."""
     if PLAIN not in message.content.config_records:
         raise MessageError(f"the message has no {PLAIN!r} record; its sender does not run fedbraid")
     record = message.content.config_records[PLAIN]
@@ -154,27 +154,27 @@ def is_refusal(message: Message) -> bool:
 
 
 def arrays_in(message: Message) -> ArrayRecord:
-    """The numbers a message carries; none is an empty record."""
+    """The arrays in a message; an empty record if there are none."""
     return message.content.array_records.get(ARRAYS, ArrayRecord())
 
 
 def metrics_in(message: Message) -> dict[str, float]:
-    """The scalars a message carries beside its upload."""
+    """The scalar metrics in a message."""
     record = message.content.metric_records.get(METRICS, {})
     return {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
 
 
 def array_bytes(message: Message) -> int:
-    """Bytes of all arrays in a message, whatever records they are in."""
+    """Bytes of all arrays in all records of a message."""
     return sum(len(a.data) for record in message.content.array_records.values() for a in record.values())
 
 
 def bounded_bytes(message: Message, limit: int) -> int:
-    """Bytes of a message as it was serialised; of one whose arrays are already too many, those alone."""
+    """Serialised bytes of a message; if its arrays alone are above the limit, only their bytes."""
     size = array_bytes(message)
     return size if size > limit else serialized_bytes(message)
 
 
 def serialized_bytes(message: Message) -> int:
-    """Bytes of a message as Flower serialises it: every object that it sends."""
+    """Bytes of a message as Flower serialises it: the sum over all its objects."""
     return sum(len(item.deflate()) for item in get_all_nested_objects(message).values())
