@@ -74,9 +74,9 @@ def test_what_dominates_follows_the_settings():
 
 def test_local_steps_of_mime_are_l_over_delta():
     assert advise([constants()], SETTINGS).mime_steps == 8
-    alike = advise([constants(delta=5.0)], SETTINGS)
-    assert alike.mime_steps == 1
-    assert "helps little" in text(alike)
+    different = advise([constants(delta=5.0)], SETTINGS)
+    assert different.mime_steps == 1
+    assert "helps little" in text(different)
 
 
 def test_prediction_only_where_the_quadratic_model_holds():

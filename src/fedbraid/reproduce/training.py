@@ -1,7 +1,7 @@
 """Training runs of the entries: many points as one program, saved in parts so that a stopped run can continue.
 
 The result of a run is a small JSON file in the entry's work folder. A run that was stopped continues from the models
-saved beside it. Both are used again only if the configuration, the points and the data are the same.
+saved next to it. Both are used again only if the configuration, the points and the data are the same.
 """
 
 from __future__ import annotations
