@@ -1,4 +1,4 @@
-"""Heterogeneous least squares with everything known in closed form, in NumPy alone: what tests compare against."""
+"""Heterogeneous least squares in closed form, in NumPy only: reference values for tests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Problem(NamedTuple):
 
 
 def problem(sizes=(6, 9, 7, 8), d=3, seed=0, top=4.0) -> Problem:
-    """Clients that disagree, with curvature exactly from 1 to ``top``."""
+    """Clients with different optima, with curvature exactly from 1 to ``top``."""
     rng = np.random.default_rng(seed)
     clients, A, b = [], [], []
     for j, n in enumerate(sizes):
@@ -67,7 +67,7 @@ def surrogate_minimizer(p: Problem, theta, gamma: float, alpha: float = 0.0, wei
 
 
 def uploads(alg, params, p: Problem, exchange: int = 0):
-    """What every client sends in the first round from ``params``, stacked over clients."""
+    """The uploads of all clients in the first round from ``params``, stacked over clients."""
     step = alg.exchanges[exchange]
     arrays = {name: jnp.asarray(a) for name, a in p.split.arrays.items()}
     places = jnp.asarray(p.split.offsets[:-1], jnp.int32), jnp.asarray(p.n, jnp.int32)
@@ -81,9 +81,9 @@ def uploads(alg, params, p: Problem, exchange: int = 0):
 
 
 def rounds_of(alg, params, p: Problem, rounds: int):
-    """(server, client states) after full rounds of a one-exchange algorithm: the plain reading, compiled once.
+    """(server, client states) after rounds of all clients, for an algorithm with one exchange; compiled once.
 
-    It is far quicker to compile than the engine, which the laws of the zoo hold to the same reading.
+    It compiles much faster than the engine. The laws of the zoo check that the engine gives the same result.
     """
     (step,) = alg.exchanges
     arrays = {name: jnp.asarray(a) for name, a in p.split.arrays.items()}

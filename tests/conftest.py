@@ -1,4 +1,4 @@
-"""What all tests share: four host devices, a compilation cache, float64 on request, and who runs what beside whom."""
+"""Set-up of all tests: four host devices, a compilation cache, float64 on request, and how workers share the tests."""
 
 import gc
 import importlib.util
@@ -7,14 +7,14 @@ import os
 import re
 from pathlib import Path
 
-# four devices on any machine; tests compile far more than they compute, so let the compiler do less
+# four devices on any machine; tests mostly compile, so use cheaper compiler flags
 FLAGS = "force_host_platform_device_count=4 backend_optimization_level=0 llvm_disable_expensive_passes=true"
-# the older code generator takes half the time to compile; `fedbraid run` as users run it is tested with the default one
+# the older code generator compiles in half the time; the tests of `fedbraid run` use the default one, as users do
 CHEAPER = "cpu_use_fusion_emitters=false cpu_parallel_codegen_split_count=1"
 
 
 def known(flags: str) -> list[str]:
-    """Those that this jaxlib has: an unknown one in XLA_FLAGS ends the process."""
+    """The flags that this jaxlib has: an unknown flag in XLA_FLAGS ends the process."""
     found = importlib.util.find_spec("jaxlib")
     assert found is not None
     assert found.origin is not None
@@ -23,7 +23,7 @@ def known(flags: str) -> list[str]:
         return [flag for flag in flags.split() if library.find(f"xla_{flag.partition('=')[0]}".encode()) >= 0]
 
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's threads wait for each other where workers share the cores
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # several workers share the cores, so NumPy uses one thread
 if "XLA_FLAGS" not in os.environ:
     os.environ["XLA_FLAGS"] = " ".join(f"--xla_{flag}" for flag in [*FLAGS.split(), *known(CHEAPER)])
 
@@ -31,12 +31,12 @@ import jax
 import pytest
 from hypothesis import settings
 
-# the same tiny programs are compiled again and again by many tests: share them, within the run and between runs
+# many tests compile the same small programs: cache them, within a test run and between test runs
 jax.config.update("jax_compilation_cache_dir", os.environ.get("FEDBRAID_TEST_CACHE", ".pytest_cache/jax"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-# the same examples in every run, so that a failure is of the change at hand; HYPOTHESIS_PROFILE=random looks further
+# the same examples in every run, so that a failure is caused by the change; HYPOTHESIS_PROFILE=random draws new ones
 settings.register_profile("same", derandomize=True)
 settings.register_profile("random")
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
@@ -44,14 +44,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 @pytest.fixture
 def x64():
-    """Float64 for the length of one test."""
+    """Float64 during one test."""
     with jax.enable_x64(True):
         yield
 
 
 @pytest.fixture(autouse=True)
 def _only_expected_notices():
-    """A notice that no test expects (see tests/told.py) fails the test that caused it."""
+    """An unexpected notice (see tests/told.py) fails the test that caused it."""
     from told import collecting
 
     with collecting() as texts:
@@ -65,7 +65,7 @@ ROW = re.compile(r"tests/(?:test_laws|flower/test_zoo)\.py::.*\[(?:.*-)?((?:tran
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With ``-n``: a file is one worker's, for what its tests share is made once; of the zoo, a row is."""
+    """With ``-n``, all tests of a file, or of a row of the zoo, run on one worker: they share programs and fixtures."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Sharing(LoadScopeScheduling):
@@ -78,19 +78,19 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(items):
-    """Rehearsals first: they mostly wait, while the other worker computes. Rows last: they are small and many."""
+    """Rehearsals first: they mostly wait while another worker computes. Rows of the zoo last: many and small."""
     rows: dict[str, int] = {}
 
     def place(item) -> tuple[bool, int]:
         row = ROW.search(item.nodeid)
-        number = rows.setdefault(row[1], len(rows) + 1) if row else 0  # a row's tests follow each other: they share
+        number = rows.setdefault(row[1], len(rows) + 1) if row else 0  # the tests of a row are consecutive
         return not item.path.match("flower/test_rehearsal.py"), number
 
     items.sort(key=place)
 
 
 def pytest_collection_finish():
-    """What is imported by now stays to the end, so garbage collection need not look at it again, and is rarer."""
+    """Exclude the objects imported so far from garbage collection, and collect less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)

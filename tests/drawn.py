@@ -1,4 +1,4 @@
-"""What a figure shows: its lines, labels and axes, read from matplotlib's objects."""
+"""The content of a figure (lines, labels, axes), read from matplotlib's objects."""
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -33,7 +33,7 @@ def texts(axis):
 
 
 def check_figure(figure):
-    """Every visible axis says what its two sides are, by a label, ticks or a title, and draws finite data."""
+    """Every visible axis has labels, ticks or a title for x and y, and draws finite data."""
     assert figure.axes
     for axis in figure.axes:
         if not axis.axison or axis.get_label() == "<colorbar>":
@@ -47,7 +47,7 @@ def check_figure(figure):
 
 
 def drawn_points(axis):
-    """How many finite points, bars, cells and markers an axis draws."""
+    """The number of finite points, bars, cells and markers that an axis draws."""
     points = sum(int(np.isfinite(np.asarray(line.get_xydata(), float)).all(1).sum()) for line in axis.get_lines())
     marks = sum(len(one.get_offsets()) for one in axis.collections if hasattr(one, "get_offsets"))
     cells = sum(int(np.ma.count(image.get_array())) for image in axis.images)

@@ -1,4 +1,4 @@
-"""The zoo's problem in NumPy: what closed forms and hand-written rounds need of it."""
+"""The zoo's problem in NumPy, for closed forms and hand-written rounds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Quadratics(NamedTuple):
         return self.A[i] @ x - self.b[i]
 
     def weights(self, weighting: str, ids: Any = None) -> np.ndarray:
-        """How much the clients ``ids`` count, summing to 1."""
+        """The weights of the clients ``ids``; their sum is 1."""
         n = self.sizes if ids is None else self.sizes[ids]
         w = n.astype(float) if weighting == "examples" else np.ones(len(n))
         return w / w.sum()

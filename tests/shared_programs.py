@@ -1,8 +1,8 @@
 """Compiled programs that runs share: a second run of the same algorithm under the same plan compiles nothing.
 
 ``simulate`` makes a new program for every run. Tests run one algorithm many times (other data, other seeds, fewer
-rounds), and almost all of their time goes into tracing and compiling. So programs are kept here, by all that they are
-made of.
+rounds), and almost all of their time is spent on tracing and compiling. So programs are cached here. The key contains
+everything on which a program depends.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import pytest
 
 from fedbraid.simulation import run
 
-KEPT = 16  # programs, at most: the newest
+KEPT = 16  # size of the cache, in programs; the oldest are dropped
 _programs: OrderedDict[Key, Kept] = OrderedDict()
 _make = run.compile_rounds
 
 
 class Key(NamedTuple):
-    """All that a program is made of."""
+    """Everything on which a program depends: the key of the cache."""
 
     algorithm: Any
     arrival: Any
@@ -37,7 +37,7 @@ class Key(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A program, the one that runs are given (it records its arguments), and those arguments."""
+    """A program, its wrapper that runs use and that records its arguments, and those arguments."""
 
     program: Any
     handed: Any
@@ -65,7 +65,7 @@ def _shared(task: Any, plan: Any, mesh: Any, options: Any, *, local: bool) -> An
 
 @contextlib.contextmanager
 def sharing(window: int | None = None) -> Iterator[None]:
-    """Runs within share programs. ``window``: rounds in one compiled call at most, which is part of the program."""
+    """Runs inside this context share programs. ``window``: most rounds in one compiled call; part of the program."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "compile_rounds", _shared)
         if window is not None:
@@ -74,7 +74,7 @@ def sharing(window: int | None = None) -> Iterator[None]:
 
 
 def compiled(alg: Any) -> list[int]:
-    """How often the rounds of each kept program of this algorithm were compiled in the present precision."""
+    """How often the rounds of each cached program of this algorithm were compiled in the current precision."""
     x64 = bool(jax.config.jax_enable_x64)
     mine = [kept for key, kept in _programs.items() if key.algorithm is alg and key.x64 == x64]
     return [kept.program.rounds._cache_size() for kept in mine]

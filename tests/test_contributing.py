@@ -50,7 +50,7 @@ def test_it_is_fedavg(skeleton):
 
 
 def test_the_engine_rewrites_its_convolutions(skeleton):
-    """A user's network that calls XLA's convolution: the lowered client of the skeleton has none left."""
+    """With a user's network that calls XLA's convolution, the lowered client of the skeleton has no convolution."""
 
     def loss(params, batch, key):
         y = jax.lax.conv(batch["x"], params["w"], (1, 1), "SAME")

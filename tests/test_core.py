@@ -115,7 +115,7 @@ def test_bounds_may_be_open():
     assert check_number("beta", 0.0, low=0, high=1, open_high=True) == 0.0
     with pytest.raises(ValueError, match=r"\[0, 1\)"):
         check_number("beta", 1.0, low=0, high=1, open_high=True)
-    jax.vmap(lambda x: check_number("x", x, low=5))(jnp.arange(2.0))  # traced: judged nowhere
+    jax.vmap(lambda x: check_number("x", x, low=5))(jnp.arange(2.0))  # traced values are not checked
 
 
 @pytest.mark.parametrize("bad", [0, -2, 1.5, True, "3"])
@@ -156,7 +156,7 @@ def test_what_a_client_keeps_is_said_in_the_exchange():
 
 @pytest.mark.parametrize("transform", [norm_bound, quantize, lambda alg: elastic(quantize(alg), lambda p, b: b["x"])])
 def test_what_is_kept_stays_said_under_transforms(transform):
-    """Decoding entry by entry keeps the parts apart; a bound on the norm of the whole upload mixes them."""
+    """Decoding entry by entry keeps the parts separate; a bound on the norm of the whole upload couples them."""
     alg = transform(fb.scaffold(loss))
     check_structure(alg, start(), DATA)
     assert alg.exchanges[0].keeps == (("pseudograd", "aux") if transform is norm_bound else ("aux",))

@@ -36,7 +36,7 @@ def test_every_public_name_is_documented():
 
 
 def test_importing_fedbraid_is_light():
-    """No deployment, plotting, checkpoint or data-format library comes along."""
+    """``import fedbraid`` loads no deployment, plotting, checkpoint or data-format library."""
     heavy = ("flwr", "matplotlib", "orbax", "torch", "h5py", "pyarrow", "dp_accounting", "optuna")
     code = f"import sys, fedbraid; print([m for m in {heavy} if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

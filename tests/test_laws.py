@@ -1,7 +1,7 @@
 """The laws that every algorithm and every transform obeys, over the whole zoo.
 
-All of them run under strict dtype promotion: no operation of the library may rely on JAX converting a count or a flag
-to a real number by itself. Laws marked ``core`` are the ones that ``make check`` runs.
+All of them run under strict dtype promotion: no operation of the library may rely on JAX's implicit conversion of
+integers or booleans to floats. ``make check`` runs only the laws marked ``core``.
 """
 
 import functools
@@ -56,7 +56,7 @@ def differ(a, b):
 
 
 def interpret(alg, split, *, rounds, cohort, seed=0, arrival=None):
-    """A plain reading of the abstraction, client by client in Python: what any engine must agree with."""
+    """The reference: the rounds of an algorithm, client by client in Python. Every engine must agree with it."""
     arrays = {k: jnp.asarray(v) for k, v in split.arrays.items()}
     server, states = strong(alg.init(start())), [strong(alg.init_client(start()))] * split.num_clients
     work = [jax.jit(exchange.client) for exchange in alg.exchanges]
@@ -81,7 +81,7 @@ def interpret(alg, split, *, rounds, cohort, seed=0, arrival=None):
 
 
 def strong(tree):
-    """Numbers whose dtype is theirs, not the next operand's: a client's program is then compiled once."""
+    """Remove weak types, so that a client's program is compiled only once."""
     return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.asarray(leaf).dtype), tree)
 
 
@@ -92,7 +92,7 @@ def _take_in(exchange, population, server, ups, weights, key):
 
 
 def _telling_seed():
-    """A seed whose first rounds hold what the laws are about: a round nobody answers, and a client never asked."""
+    """A seed whose first rounds contain the special cases: a round without uploads, and a client that is not drawn."""
     for seed in range(1000):
         asked, empty = set(), [False, False]
         for round_ in range(ROUNDS):
@@ -109,7 +109,7 @@ def _telling_seed():
 seed = functools.cache(_telling_seed)
 
 
-# --- runs that several laws look at: each is computed once for its row ------------------------------------------------
+# --- runs that several laws use: each is computed once per row --------------------------------------------------------
 
 
 @functools.cache
@@ -127,7 +127,7 @@ def whole(name):
 
 @functools.cache
 def lossy_run(name, dtype="float64"):
-    """Rounds of partial, lossy cohorts in portions of two, on one device; and how often the program was compiled."""
+    """Rounds with partial cohorts and lost uploads, two per call, on one device; and the number of compilations."""
     portions = []
     with jax.enable_x64(dtype == "float64"), sharing(window=2):
         alg = ragged(name)
@@ -148,7 +148,7 @@ def lossy_run(name, dtype="float64"):
 
 @functools.cache
 def plain_run(name, dtype="float64"):
-    """The same rounds by the plain reading: parameters, and the states of all clients stacked."""
+    """The same rounds by the reference: parameters, and the states of all clients stacked."""
     with jax.enable_x64(dtype == "float64"):
         params, states = interpret(
             ragged(name), clients(dtype=dtype), rounds=ROUNDS, cohort=COHORT, seed=seed(), arrival=LOSSY
@@ -157,7 +157,7 @@ def plain_run(name, dtype="float64"):
 
 
 def whole_run(alg, rounds, split=None):
-    """The first rounds of a long run with everyone and full batches: one program however many rounds are taken."""
+    """The first rounds of a long run with all clients and full batches: one program for any number of rounds."""
     done = []
 
     def stop(progress):
@@ -165,7 +165,7 @@ def whole_run(alg, rounds, split=None):
         return progress.round >= rounds
 
     split = clients() if split is None else split
-    # a notice of progress after every round, but for the long run
+    # progress is reported after every round, except in the long run
     options = {} if rounds == LONG else {"on_progress": stop}
     with sharing():
         result = simulate(alg, start(), split, rounds=LONG, devices=1, **options)
@@ -185,7 +185,7 @@ def two_rounds(name):
 @every_row
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_engine_is_the_plain_reading(name, dtype):
-    """The compiled engine does what the abstraction says; states commit, and the server moves, only on arrival."""
+    """The compiled engine equals the reference; only uploads that arrived change client states and the server."""
     params, states = plain_run(name, dtype)
     result, _ = lossy_run(name, dtype)
     assert {leaf.dtype for leaf in jax.tree.leaves(result.params)} == {np.dtype(dtype)}
@@ -202,7 +202,7 @@ def test_round_two_onward_compiles_nothing(name):
 @every_row
 @pytest.mark.parametrize(("dtype", "plan", "chunk"), [("float64", "lanes", 1), ("float32", "chunks", 2)])
 def test_plan_devices_and_portions_change_nothing(name, dtype, plan, chunk):
-    """Lanes or chunks on two devices (opaque clients run in chunks in both) against one client after the other."""
+    """Lanes or chunks on two devices (opaque clients always run in chunks) against one client after the other."""
     with jax.enable_x64(dtype == "float64"):
         spread = simulate(
             ragged(name),
@@ -243,17 +243,17 @@ def test_same_seed_same_bits(plan):
 @core
 @every_row
 def test_the_order_of_the_clients_changes_nothing(name, monkeypatch):
-    """Client i of the data becomes client order[i]: same parameters and server state, and states in the new order.
+    """Client order[i] of the data becomes client i: same parameters and server state, and states in the new order.
 
-    With everyone and full batches most rows draw no random numbers on clients, and then this holds as it stands. Where
-    clients do draw, their keys, which are addressed by their numbers, follow them: nothing else depends on a number.
+    With all clients and full batches most rows draw no random numbers on clients. If clients do draw, the test gives
+    them their old keys, which depend on the client's number. Nothing else depends on it.
     """
     plain = two_rounds(name)
-    order = np.array([3, 0, 4, 2, 1])  # the old numbers of the clients in their new places
+    order = np.array([3, 0, 4, 2, 1])  # the old number of the client at each new position
     if ROWS[name].draws:
         key = address.client_key
         monkeypatch.setattr(address, "client_key", lambda exchange, i: key(exchange, jnp.asarray(order)[i]))
-        alg = ROWS[name].make(**WHOLE)  # apart from the shared one, whose program has other keys
+        alg = ROWS[name].make(**WHOLE)  # a new one: the program of the shared one has other keys
     else:
         alg = whole(name)
     split = clients()
@@ -269,7 +269,7 @@ def test_the_order_of_the_clients_changes_nothing(name, monkeypatch):
 @core
 @every_row
 def test_sign(name):
-    """One round with everyone moves against the gradient."""
+    """One round with all clients moves the model against the gradient."""
     x = start()
     moved = whole_run(whole(name), 1).params
     parts = zip(*map(jax.tree.leaves, (x, moved, gradient(x, clients()))), strict=True)
@@ -278,7 +278,7 @@ def test_sign(name):
 
 @every_row
 def test_an_upload_of_weight_zero_counts_for_nothing(name):
-    """For the reduction itself, on uploads of the row's own kind but with numbers at random."""
+    """For the reduction itself, on uploads with the row's structure and random numbers."""
     alg, rng = whole(name), np.random.default_rng(0)
 
     def some(leaf):
@@ -304,7 +304,7 @@ def test_invariant_with_everyone_and_under_loss(name):
 
 @pytest.mark.parametrize("name", [n for n, row in ROWS.items() if row.exact])
 def test_optimum_is_a_fixed_point(name):
-    """Long enough with everyone, it arrives at the optimum that NumPy finds."""
+    """After many rounds with all clients, the model is the optimum that NumPy computes."""
     close(whole_run(whole(name), LONG).params, optimum(), 1e-8)
 
 
@@ -355,7 +355,7 @@ def test_every_rate_is_in_its_row(name):
 
 @every_row
 def test_convolutions_rewritten_and_native_agree(name):
-    """On a network with a convolution; the program has none left where they are rewritten."""
+    """On a network with a convolution; the rewritten program contains no convolution."""
     alg, options = ROWS[name].make(IMAGES, **WHOLE), {"rounds": 2, "cohort": 2, "devices": 1}
     with sharing():
         fast, native = (

@@ -1,6 +1,6 @@
-"""Which room of the package imports which: the table in docs/architecture.md, and nothing else.
+"""Rooms of the package import only the rooms that the table in docs/architecture.md allows.
 
-A room is a sub-package or a single module directly under src/fedbraid. Imports inside functions count as well.
+A room is a sub-package or a single module directly under src/fedbraid. Imports inside functions also count.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def rooms_of(source: Path) -> set[str]:
 
 
 def imported(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of everything that a file imports; ``package`` is what relative imports start from."""
-    roots = {"fedbraid"}  # names that the package itself is bound to
+    """Line and dotted name of every import in a file; ``package`` is the base of relative imports."""
+    roots = {"fedbraid"}  # names bound to the package itself
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             roots |= {alias.asname or alias.name for alias in node.names if alias.name == "fedbraid"}
@@ -94,7 +94,7 @@ def forbidden(edges: list[Edge], allowed: dict[str, set[str]]) -> list[str]:
 
 
 def cycle(edges: list[Edge]) -> list[str]:
-    """Rooms that import each other in a circle; empty if there is none."""
+    """A cycle of rooms that import each other; empty if there is none."""
     graph: dict[str, set[str]] = {}
     for edge in edges:
         graph.setdefault(edge.room, set()).add(edge.target)
@@ -139,7 +139,7 @@ def test_the_picture_is_drawn_from_the_table():
     ],
 )
 def test_a_forbidden_import_is_found_in_any_form(tmp_path, text):
-    """A made-up package in which ``core``, which may import nothing, imports ``cli``."""
+    """A test package in which ``core``, which may import no room, imports ``cli``."""
     (tmp_path / "cli").mkdir()
     (tmp_path / "cli" / "__init__.py").write_text("from fedbraid.core import Algorithm\n")
     (tmp_path / "cli" / "app.py").write_text("")

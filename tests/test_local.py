@@ -1,4 +1,4 @@
-"""How a client walks over its data: every example as often as asked, in an order that nothing else disturbs."""
+"""The batches of a client: every example is used the requested number of times, in an order that depends on its key."""
 
 import itertools
 import math

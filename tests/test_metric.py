@@ -15,7 +15,7 @@ from fedbraid.simulation.fine_tuning import adaptation, compare_adapted
 
 
 class Scale:
-    """What flax.linen modules offer."""
+    """The interface of flax.linen modules."""
 
     def init(self, key, x):
         return {"params": jnp.ones(x.shape[1:])}

@@ -1,4 +1,4 @@
-"""Notices in tests: those that are expected are named; any other fails its test."""
+"""Notices in tests: a test must name the notices that it expects; any other notice fails it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Collector(logging.Handler):
 
 @contextlib.contextmanager
 def collecting() -> Iterator[list[str]]:
-    """The texts of all notices while this is open; whoever collected before does not see them."""
+    """The texts of all notices inside this context; an outer context does not get them."""
     collector, before = Collector(), list(LOGGER.handlers)
     LOGGER.handlers[:] = [collector]
     try:

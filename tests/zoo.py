@@ -48,7 +48,7 @@ def start() -> dict[str, Any]:
 
 
 class Problem(NamedTuple):
-    """What a row's algorithm is built on."""
+    """The problem on which a row's algorithm is built."""
 
     loss: Callable[[Any, dict, Any], Any]
     outputs: Callable[[Any, dict], Any]  # (params, batch) -> the model's outputs
@@ -92,11 +92,11 @@ IMAGES = Problem(_network_loss, _network, _network_start, _pictures)
 
 # --- rows ------------------------------------------------------------------------------------------------------------
 
-LOCAL = ("batch_size", "epochs", "steps", "shuffle")  # how clients walk over their data
+LOCAL = ("batch_size", "epochs", "steps", "shuffle")  # options of the local steps
 
 
 class Varied(NamedTuple):
-    """Rates that only matter under other options of the row: all of them with a second value."""
+    """Rates that have an effect only with other options of the row; each has a second value."""
 
     options: Mapping[str, Any]
     rates: Mapping[str, float]
@@ -105,13 +105,13 @@ class Varied(NamedTuple):
 class Row(NamedTuple):
     """One algorithm or transform.
 
-    options: what the laws run it with.
-    local: those of the local options (batch_size, epochs, steps, shuffle) that it takes; it ignores others.
-    rates: the options that may be traced, each with a second value; the first is the row's own. ``varied``: more such.
-    over: for a transform, the algorithm that it is put over.
+    options: the options with which the laws run it.
+    local: the local options (batch_size, epochs, steps, shuffle) that it takes; it ignores the others.
+    rates: the options that may be traced, each with a second value; the first is in ``options``. ``varied``: more such.
+    over: for a transform, the algorithm that it transforms.
     draws: clients draw random numbers even with full batches.
     invariant: (server, states) -> largest violation, for stateful ones; states are stacked over clients.
-    exact: with full participation and full batches it stops at the optimum of the mean of the client losses.
+    exact: with full participation and full batches it converges to the optimum of the mean of the client losses.
     refuses: calls that must raise ValueError, with a word that the message must contain.
     """
 
@@ -127,7 +127,7 @@ class Row(NamedTuple):
     refuses: tuple[tuple[Callable[[], Any], str], ...] = ()
 
     def make(self, problem: Problem = SQUARES, **given: Any) -> Algorithm:
-        """The row's algorithm; ``given`` are local options and others, which go before the row's own."""
+        """The row's algorithm; ``given`` options, local ones and others, override those of the row."""
         local = {name: value for name, value in given.items() if name in LOCAL and name in self.local}
         options = {**self.options, **{name: value for name, value in given.items() if name not in LOCAL}}
         if self.over is None:
@@ -137,7 +137,7 @@ class Row(NamedTuple):
         return self.factory(inner, *outputs, **options)
 
     def first(self, rates: Mapping[str, float], options: Mapping[str, Any] = {}) -> dict[str, Any]:
-        """The row's own values of these rates."""
+        """The row's values of these rates."""
         defaults = {name: p.default for name, p in inspect.signature(self.factory).parameters.items()}
         return {name: {**defaults, **self.options, **options}[name] for name in rates}
 
@@ -147,16 +147,16 @@ def _refuse_rates(factory: Callable, *names: str) -> tuple:
 
 
 def _gap(mean: Any, states: Any) -> Any:
-    """How far a server's tree is from the mean of its clients' states."""
+    """The distance of a server's tree from the mean of its clients' states."""
     pairs = zip(jax.tree.leaves(mean), jax.tree.leaves(states), strict=True)
     return max(jnp.abs(m - own.mean(0)).max() for m, own in pairs)
 
 
-BATCHES = ("batch_size",)  # of the local options
-BOTH = {"client_lr": 0.02, "server_lr": 0.7}  # second values
+BATCHES = ("batch_size",)  # value of Row.local
+BOTH = {"client_lr": 0.02, "server_lr": 0.7}  # second values of both rates
 ADAM = {"base": "adam", "b1": 0.9, "b2": 0.99, "eps": 0.1, "initial": 0.1}
 ADAM_RATES = {"b1": 0.5, "b2": 0.9, "eps": 0.2, "initial": 0.2}
-# of the solvers that iterate
+# options of the iterative solvers
 SOLVER = {"prox": "accelerated", "max_steps": 4, "tolerance": 0.5, "strong_convexity": 0.1, "smoothness": 20.0}
 SOLVER_RATES = {"tolerance": 0.1, "strong_convexity": 0.2, "smoothness": 30.0}
 
@@ -277,7 +277,7 @@ ALGORITHMS: dict[str, Row] = {
         {"client_lr": 0.02, "steps": 2, "server_lr": 0.1},
         BATCHES,
         rates={"client_lr": 0.01, "alpha": 0.5, "server_lr": 0.2},
-        draws=True,  # which examples are support and which are query
+        draws=True,  # the split into support and query sets is random
         refuses=(
             *_refuse_rates(fb.maml, "client_lr", "alpha", "server_lr"),
             (lambda: fb.maml(loss, support=0.0), "support"),
@@ -333,7 +333,7 @@ ALGORITHMS: dict[str, Row] = {
         exact=True,
         refuses=_refuse_rates(fb.locmime, "client_lr", "server_lr"),
     ),
-    "mime_mvr": Row(  # with protocol="lagged" it does not move in its first round, so the law of signs needs another
+    "mime_mvr": Row(  # not protocol="lagged": its first round does not change the model, which the sign law needs
         fb.mime_mvr,
         {"a": 0.3, "client_lr": 0.05, "protocol": "two-phase", "weighting": "uniform"},
         rates={**BOTH, "a": 0.6},
@@ -375,12 +375,12 @@ ALGORITHMS: dict[str, Row] = {
 
 
 def _innermost(state: Any) -> Any:
-    """The algorithm's own state under those that transforms keep beside it."""
+    """The algorithm's own state, without the states of the transforms around it."""
     return _innermost(state.inner) if isinstance(state, Extended) else state
 
 
 def _over_scaffold(transform: Callable, *refuses: tuple, rates: Any = {}, **more: Any) -> Row:  # noqa: B006
-    """The transform over a stateful algorithm, whose invariant it must keep; ``more``: its options, and of the row."""
+    """A transform of a stateful algorithm whose invariant it must preserve; ``more``: options of it and of the row."""
     of_row = {name: more.pop(name) for name in ("draws", "varied") if name in more}
     return Row(
         transform,
@@ -442,7 +442,7 @@ TRANSFORMS: dict[str, Row] = {
         ),
     ),
     "geometric_median": _over_fedavg(tf.geometric_median),
-    # with two uploads at most, as in most laws, no share of them matters: these rates vary with everyone
+    # with at most two uploads, as in most laws, a share has no effect: these rates are varied with all clients
     "krum": _over_fedavg(
         tf.krum, (lambda: tf.krum(_plain(), fraction=0.5), "fraction"), varied=(Varied({}, {"fraction": 0.4}),)
     ),
@@ -467,7 +467,7 @@ ROWS: dict[str, Row] = {**ALGORITHMS, **{f"transform:{name}": row for name, row 
 
 
 def counting() -> Algorithm:
-    """A stateful algorithm with two exchanges: clients count how often they were asked, and sum what they saw."""
+    """A stateful algorithm with two exchanges: clients count their participations and sum what they received."""
 
     def client(down, state, data, key):
         batch = data.everything()

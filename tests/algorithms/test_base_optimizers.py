@@ -74,7 +74,7 @@ def state_after(base, gradients):
 
 
 def bend(base):
-    """How far U is from affine in g for a fixed s: U(g + h) + U(0) - U(g) - U(h)."""
+    """U(g + h) + U(0) - U(g) - U(h) for a fixed s; 0 if U is affine in g."""
     s, x = state_after(base, GRADIENTS[:3]), jnp.zeros(3)
     g, h = jnp.asarray(GRADIENTS[4]), jnp.asarray(GRADIENTS[5])
     U = lambda g: np.asarray(base.update(g, s, x))  # noqa: E731
@@ -98,7 +98,7 @@ def test_bias_correction_is_applied_when_used_and_never_stored():
     s = state_after(corrected, GRADIENTS[:4])
     np.testing.assert_array_equal(s.m, state_after(plain, GRADIENTS[:4]).m)
     np.testing.assert_array_equal(s.v, state_after(plain, GRADIENTS[:4]).v)
-    weights = (1 - b1) * b1 ** np.arange(4, -1, -1.0)  # of five gradients, the newest last; they sum to 1 - b1^5
+    weights = (1 - b1) * b1 ** np.arange(4, -1, -1.0)  # weights of five gradients, the newest last; sum 1 - b1^5
     squares = (1 - b2) * b2 ** np.arange(3, -1, -1.0)
     mean = weights @ GRADIENTS[:5] / weights.sum()
     square = squares @ GRADIENTS[:4] ** 2 / squares.sum()

@@ -1,4 +1,4 @@
-"""FedDyn against exact local solutions, its invariant, and where it stops."""
+"""FedDyn against exact local solutions, its invariant, and its limit."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def test_it_arrives_at_the_optimum(steps, cohort):
 
 
 def gap(result):
-    """How far h is from the mean of all clients' g_i."""
+    """The distance of h from the mean of all clients' g_i."""
     return np.abs(flat(result.server.h) - flat(result.states).mean(0)).max()
 
 

@@ -1,4 +1,4 @@
-"""FedNova: where it and FedAvg stop when clients take unequal numbers of steps, in closed form."""
+"""FedNova and FedAvg: their limits in closed form when clients take unequal numbers of steps."""
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,8 @@ from fedbraid.simulation import simulate
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-# every example of a client is the same quadratic 0.5 (x - e)' diag(a) (x - e): batches have no noise, and with one
-# example a batch a client of n examples takes n steps
+# every example of a client is the same quadratic 0.5 (x - e)' diag(a) (x - e): batches have no noise. With one example
+# per batch, a client of n examples takes n steps
 STEPS = np.array([1, 6, 2])
 A = np.array([[1.0, 2.0], [2.0, 0.5], [0.6, 1.5]])
 E = np.array([[0.0, 1.0], [3.0, -2.0], [-1.0, 4.0]])
@@ -45,7 +45,7 @@ def weights_of(weighting):
 @pytest.mark.parametrize("weighting", ["examples", "uniform"])
 def test_stops_in_closed_form(weighting):
     lr, w = 0.1, weights_of(weighting)
-    moves = 1 - (1 - lr * A) ** STEPS[:, None]  # a client's whole move towards its own optimum
+    moves = 1 - (1 - lr * A) ** STEPS[:, None]  # a client's update, as a share of the way to its own optimum
     average = run(fb.fedavg(loss, client_lr=lr, weighting=weighting, **SINGLE), 600)
     nova = run(fb.fednova(loss, client_lr=lr, weighting=weighting, **SINGLE), 600)
     np.testing.assert_allclose(average, stop(moves, w), atol=1e-9)
@@ -53,7 +53,7 @@ def test_stops_in_closed_form(weighting):
 
 
 def test_the_objective_is_consistent_as_the_rate_goes_to_zero():
-    """FedNova's error goes to 0 with the rate; FedAvg's goes to that of the objective weighted by steps."""
+    """FedNova's error goes to 0 with the learning rate; FedAvg's goes to that of the objective weighted by steps."""
     w = weights_of("uniform")
     optimum, by_steps = stop(A, w), stop(A, w * STEPS)
     assert np.abs(optimum - by_steps).max() > 0.5
@@ -69,7 +69,7 @@ def test_the_objective_is_consistent_as_the_rate_goes_to_zero():
     nova, average = stops(fb.fednova), stops(fb.fedavg)
     error = np.abs(nova - optimum).max(1)
     assert error[1] < 0.01
-    assert 8 < error[0] / error[1] < 12  # first order in the rate
+    assert 8 < error[0] / error[1] < 12  # first order in the learning rate
     drift = np.abs(average - by_steps).max(1)
     assert 8 < drift[0] / drift[1] < 12
     assert np.abs(average - optimum).max(1).min() > 0.5
@@ -81,7 +81,7 @@ def test_equal_steps_are_fedavg():
 
 
 def coefficients(steps, *, rho, pull):
-    """The weights a_k of the local gradients in a client's move: the recursion with symbols instead of gradients."""
+    """The weights a_k of the local gradients in a client's update: the recursion with symbols instead of gradients."""
     total, u = np.zeros(steps), np.zeros(steps)
     for k in range(steps):
         g = np.eye(steps)[k] - pull * total  # y - x = -lr * total
@@ -92,7 +92,7 @@ def coefficients(steps, *, rho, pull):
 
 @pytest.mark.parametrize(("rho", "alpha"), [(0.9, 0.0), (0.0, 2.0), (0.5, 1.0)])
 def test_rounds_by_hand(rho, alpha):
-    """Momentum and a proximal pull: the length of the move is the sum of the gradients' weights in it."""
+    """Momentum and a proximal term: ||a||_1 is the sum of the gradients' weights in the update."""
     lr, x = 0.05, START.copy()
     for t in range(3):
         ids = address.cohort(0, t, 0, 3, 2)

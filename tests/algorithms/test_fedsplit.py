@@ -113,7 +113,7 @@ def test_gradient_steps_are_the_papers_recursion_and_obey_its_bound():
 
 
 def test_solvers_stop_in_single_precision():
-    """A tolerance below what float32 can tell must not run to the last step."""
+    """A tolerance below the precision of float32 must not run to the last step."""
     f32 = jnp.float32
     A, b = jnp.asarray(P.A[0], f32), jnp.asarray(P.b[0], f32)
 
@@ -128,7 +128,7 @@ def test_solvers_stop_in_single_precision():
 
 
 def test_backtracking_never_ends_higher():
-    """On a loss that is not convex too."""
+    """Also on a loss that is not convex."""
 
     def f(u):
         return jnp.sum(jnp.sin(30 * u))
@@ -157,13 +157,13 @@ def test_curvature_of_sums_and_from_too_few_steps():
     few = prox.curvature(loss, jnp.zeros(3), P.split, method="lanczos", steps=2)
     assert np.all(few.lows >= 1 - 1e-9)
     assert np.all(few.highs <= 4 + 1e-9)
-    # a client of one direction: the Krylov space is exhausted at once, and nothing is invented after that
+    # a client of one direction: the Krylov space is exhausted at once, and no eigenvalue may be added after that
     flat = fb.Split.from_clients([{"x": np.eye(3) * np.sqrt(3), "y": np.ones(3)}])
     same = prox.curvature(loss, jnp.zeros(3), flat, method="lanczos")
     np.testing.assert_allclose([same.strong_convexity, same.smoothness], 1.0, rtol=1e-9)
 
 
-# --- Prop. 1 and 2: where the others stop -----------------------------------------------------------------------------
+# --- Prop. 1 and 2: the limits of FedGD and exact FedProx -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("objective", "s", "e"), [("mean", 0.1, 1), ("mean", 0.1, 6), ("sum", 0.01, 6)])
@@ -244,7 +244,7 @@ def test_your_own_prox():
 
 
 def test_constants_estimated_from_the_data():
-    """l, L and so the step of least squares come out exactly; where l = 0 there is no such step."""
+    """For least squares l, L and the step are exact; with l = 0 there is no such step."""
     for method in ("dense", "lanczos"):
         alg = fb.fedsplit(loss, prox="gradient", local_steps=3, estimate=method, data=P.split, params=jnp.zeros(3))
         known = fb.fedsplit(loss, prox="gradient", local_steps=3, **KNOWN)
@@ -264,7 +264,7 @@ def test_the_pooled_optimum_by_sums():
 
 
 def test_inexact_prox_stops_at_the_floor_that_theory_gives():
-    """e gradient steps make an affine map; its fixed point, within (sqrt(kappa) + 1) b of x*, is the end."""
+    """e gradient steps are an affine map; the method converges to its fixed point, within (sqrt(kappa) + 1) b of x*."""
     alpha, kappa, errors = 1 / (1 + S * (LOW + HIGH) / 2), HIGH / LOW, []
     for e in (1, 3, 8):
 
@@ -290,7 +290,7 @@ def test_inexact_prox_stops_at_the_floor_that_theory_gives():
 
 @pytest.mark.parametrize("solver", ["gradient", "backtracking"])
 def test_two_steps_from_the_servers_model_leave_no_floor(solver):
-    """At the fixed point prox(2 x* - z_j*) = x*, which is where the solver begins."""
+    """At the fixed point prox(2 x* - z_j*) = x*, which is where the solver starts."""
     landed, states = land(fb.fedsplit(loss, prox=solver, local_steps=2, step=S, **KNOWN), rounds=300)
     assert np.abs(landed - P.optimum).max() < 1e-8
     np.testing.assert_allclose(states.z, P.optimum - S * (P.A @ P.optimum - P.b), atol=1e-8)
@@ -365,7 +365,7 @@ def test_part_of_the_clients_lossy_arrival_and_the_optimum_all_the_same():
 
 @pytest.mark.parametrize("reconciled", [True, False])
 def test_lossy_uploads_keep_the_mean(reconciled):
-    """Uploads rounded to tenths: with reconciliation x = mean z_j to rounding error, without it not at all."""
+    """Uploads rounded to tenths: with reconciliation x = mean z_j up to rounding errors, without it x differs."""
     alg = fb.fedsplit(loss, prox="closed-form", **KNOWN)
     exchange = alg.exchanges[0]
 
@@ -380,7 +380,7 @@ def test_lossy_uploads_keep_the_mean(reconciled):
 
 
 def test_one_coordinate_in_three_is_enough():
-    """z_j moves by what was sent, so what was not sent is found again next round: no error feedback is needed."""
+    """z_j changes by what was sent, so the next round computes the rest again: no error feedback is needed."""
     alg = top_k(fb.fedsplit(loss, prox="closed-form", **KNOWN), fraction=0.3, error_feedback=False)
     result = simulate(alg, 400, cohort=3)
     assert fb.cost(alg, jnp.zeros(3), P.split).up < 3 * 8

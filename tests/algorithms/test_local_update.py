@@ -26,7 +26,7 @@ def messages(alg):
     return np.asarray(uploads(alg, jnp.asarray(X), P).pseudograd)
 
 
-# --- Theorem 1: what is sent, and where it stops ----------------------------------------------------------------------
+# --- Theorem 1: the message, and the limit ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -72,12 +72,12 @@ def test_members_stop_at_the_minimizer_of_their_surrogate(name):
 
 
 def test_without_local_rate_it_makes_progress_to_the_optimum():
-    """gamma = 0 is legal: the message is a sum of gradients, not a model delta."""
+    """gamma = 0 is allowed: the message is a sum of gradients, not a model delta."""
     for make in (
         lambda: fb.fedsgd(loss, server_lr=0.05, weighting="uniform", **WHOLE),
         lambda: fb.local_update(
             loss, gamma=0.0, alpha=0.5, server_opt=optax.sgd(0.05), weighting="uniform", **WHOLE
-        ),  # from the server's model the pull is 0 at every step
+        ),  # at the server's model the proximal term is 0 in every step
     ):
         np.testing.assert_allclose(messages(make()), 5 * (P.A @ X - P.b), rtol=1e-10)
         np.testing.assert_allclose(land(make()), P.optimum, atol=1e-9)
@@ -162,7 +162,7 @@ def test_server_momentum(kind):
 
 
 def test_heavy_ball_is_the_two_term_recursion():
-    """x_{t+1} = x_t - lr g_t + beta (x_t - x_{t-1}), as Lessard et al. and the surrogate's rates have it."""
+    """x_{t+1} = x_t - lr g_t + beta (x_t - x_{t-1}), as in Lessard et al. and in the surrogate's rates."""
     lr, beta = 0.2, 0.8
     now, before, expected = X.copy(), X.copy(), []
     for g in GRADIENTS:
@@ -173,7 +173,7 @@ def test_heavy_ball_is_the_two_term_recursion():
 
 @pytest.mark.parametrize("kind", ["adagrad", "adam", "yogi"])
 def test_adaptive_server_optimizers(kind):
-    """Reddi et al. 2021, Algorithm 2: v starts at tau^2 and nothing is bias-corrected."""
+    """Reddi et al. 2021, Algorithm 2: v starts at tau^2, without bias correction."""
     lr, b1, b2, tau = 0.1, 0.8, 0.95, 0.3
     x, m, v, expected = X.copy(), np.zeros(3), np.full(3, tau**2), []
     for g in GRADIENTS:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 P = problem()
 X = np.array([0.3, -1.2, 0.8])
 EYE = np.eye(3)
-ALL = {"support": 1.0, "batch_size": None}  # gradient descent on all examples, which are the query set too
+ALL = {"support": 1.0, "batch_size": None}  # gradient descent on all examples, which are also the query set
 
 
 def messages(**options):
@@ -39,11 +39,11 @@ def test_first_order_is_theta_of_k_plus_1():
 
 
 def test_proximal_form():
-    """The pull bends the path: x_{K+1} - c = J (x - c), and the message is J A J (x - c)."""
+    """With the proximal term x_{K+1} - c = J (x - c), and the message is J A J (x - c)."""
     K, gamma, alpha = 3, 0.15, 0.9
     expected = []
     for A, b in zip(P.A, P.b, strict=True):
-        J = EYE.copy()  # by its recursion, not by the closed form in the docs
+        J = EYE.copy()  # by its recursion, independent of the closed form in the docs
         for _ in range(K):
             J = J - gamma * (A @ J + alpha * (J - EYE))
         expected.append(J @ A @ J @ (X - np.linalg.solve(A, b)))
@@ -88,7 +88,7 @@ def test_the_gradient_of_a_loss_that_is_not_quadratic():
 
 @pytest.mark.parametrize("batch_size", [None, 2])
 def test_support_and_query_share_no_example(batch_size):
-    """Row r touches only coordinate r, so the message shows which rows were in which set, and how often."""
+    """Row r changes only coordinate r, so the message shows which rows were in which set, and how often."""
     n, gamma = 7, 0.5
 
     def loss(params, batch, key):
@@ -98,7 +98,7 @@ def test_support_and_query_share_no_example(batch_size):
     data = ClientData.of({"row": np.arange(n)})
     down = alg.exchanges[0].send(alg.init(jnp.ones(n)))
     client = jax.jit(lambda key: alg.exchanges[0].client(down, (), data, key).up.pseudograd)
-    size = 3 if batch_size is None else 2  # of seven examples four are support (half, to even), three are query
+    size = 3 if batch_size is None else 2  # of seven examples four are support (half, rounded to even), three are query
     queried = set()
     for seed in range(25):
         g = np.asarray(client(jax.random.key(seed)))
@@ -109,9 +109,9 @@ def test_support_and_query_share_no_example(batch_size):
 
 
 def test_support_batches_walk_through_the_support_set():
-    """Three steps of one row each on a support set of three: each row once, and the fourth step begins anew."""
+    """Three steps of one row each on a support set of three use each row once; the fourth step starts again."""
 
-    def loss(params, batch, key):  # coordinate 0 counts the rows seen in decimal places of their own
+    def loss(params, batch, key):  # coordinate 0 counts how often row r was used, in decimal place r
         row = masked_mean(10.0 ** batch["row"], batch["mask"])
         return -params[0] * row
 

@@ -1,4 +1,4 @@
-"""Mime and its kin against rounds written out by hand, and the identities of the paper."""
+"""Mime and its variants against rounds written out by hand, and the identities of the paper."""
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,7 @@ def test_rounds_by_hand(kind, base, protocol, weighting):
 
 @pytest.mark.parametrize("base", list(BASES))
 def test_one_full_batch_step_is_the_centralized_base_optimizer(base):
-    """Everyone, K = 1: Mime is the base optimizer, step for step."""
+    """With all clients and K = 1, Mime is the base optimizer, step for step."""
     one = {"batch_size": None, "steps": 1}
     alg = fb.mime(loss, base=base, client_lr=LR[base], **one)
     result = simulate(alg, start(), clients(), rounds=6, devices=1)
@@ -102,7 +102,7 @@ def test_one_full_batch_step_is_the_centralized_base_optimizer(base):
 
 
 def test_mimelite_over_sgd_is_fedavg():
-    """Bit for bit, with partial cohorts and ragged batches: no gradient is asked for, whatever the protocol."""
+    """Bit for bit, with partial cohorts and ragged batches: clients send no gradient under any protocol."""
     ragged = {"batch_size": 2, "epochs": 2}
     for protocol in PROTOCOLS:
         lite = fb.mimelite(loss, base="sgd", client_lr=0.05, server_lr=0.7, protocol=protocol, **ragged)
@@ -130,7 +130,7 @@ def test_full_participation_arrives_at_the_optimum(base, weighting):
 
 
 def test_a_round_whose_gradients_are_all_lost_leaves_the_statistics_alone():
-    """The pass for the gradient is one step here and training three, so an arrival model can tell them apart."""
+    """The pass for the gradient is one step here and training three, so an arrival model can drop only one of them."""
     options = {"base": "adam", "client_lr": 0.02, "batch_size": None, "steps": 3}
     for protocol in ("two-phase", "split-cohort"):
         alg = fb.mime(loss, protocol=protocol, **options)
@@ -138,7 +138,7 @@ def test_a_round_whose_gradients_are_all_lost_leaves_the_statistics_alone():
         lost = simulate(alg, start(), clients(), rounds=3, devices=1, arrival=lambda key, steps: steps > 1)
         np.testing.assert_array_equal(flat(lost.server.s.m), flat(first.s.m))
         np.testing.assert_array_equal(flat(lost.server.s.v), flat(first.s.v))
-        np.testing.assert_array_equal(flat(lost.params), flat(start()))  # c = 0: nothing to go along
+        np.testing.assert_array_equal(flat(lost.params), flat(start()))  # c = 0: the model stays
 
 
 def models(alg):

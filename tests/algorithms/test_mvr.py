@@ -1,4 +1,4 @@
-"""Variance-reduced momentum: Algorithm 5 as printed, and what it must collapse to."""
+"""Variance-reduced momentum: Algorithm 5 as printed, and the simpler methods that it contains."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def mean_gradient(ids, weighting, x):
 
 
 def algorithm_5(*, lite, a, lr, server_lr, K, rounds, cohort, weighting, anchor):
-    """With full batches, and in the paper's words: d is not simplified, m and c are not merged."""
+    """With full batches, in the paper's form: d is not simplified, m and c are not merged."""
     x, older = flat(start()), flat(start())
     m, c = np.zeros(4), np.zeros(4)
     for t in range(rounds):
@@ -60,7 +60,7 @@ def test_algorithm_5(lite, anchor, weighting):
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_of_one_is_mime_over_sgd(protocol):
-    """Under every protocol, with partial cohorts and ragged batches; and without c it is FedAvg."""
+    """With every protocol, partial cohorts and ragged batches; without c it is FedAvg."""
     mvr = fb.mime_mvr(loss, a=1.0, protocol=protocol, **RAGGED)
     mime = fb.mime(loss, base="sgd", protocol=protocol, **RAGGED)
     a, b = (simulate(alg, start(), clients(), rounds=3, cohort=3, devices=1) for alg in (mvr, mime))
@@ -77,7 +77,7 @@ def test_a_of_one_without_c_is_fedavg():
 
 
 def test_fresh_pair_by_hand():
-    """Two groups: c and m of this round's gradient group, made at x, steer this round's update group."""
+    """Two cohorts: c and m from this round's gradient cohort give the direction of this round's update cohort."""
     a, lr = 0.4, 0.05
     alg = fb.mime_mvr(loss, a=a, client_lr=lr, protocol="split-cohort", batch_size=None, steps=2)
     result = simulate(alg, start(), clients(), rounds=4, cohort=3, devices=1)
@@ -97,7 +97,7 @@ def test_fresh_pair_by_hand():
 
 
 def test_server_only_error_decays_when_clients_are_alike():
-    """Then m_t - grad f(x_{t-1}) = (1 - a)^t (0 - grad f(x_0)): (16) keeps an average of the noise alone."""
+    """Then m_t - grad f(x_{t-1}) = (1 - a)^t (0 - grad f(x_0)): (16) averages only the noise."""
     one = clients().client(1)
     alike, a, rounds = Split.from_clients([one, one, one]), 0.3, 6
     result = simulate(fb.server_only_mvr(loss, a=a, lr=0.1), start(), alike, rounds=rounds, cohort=2, devices=1)

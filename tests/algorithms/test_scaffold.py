@@ -1,4 +1,4 @@
-"""SCAFFOLD against its Algorithm 1 written out, its invariant, and where it stops."""
+"""SCAFFOLD against its Algorithm 1 written out, its invariant, and its limit."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ RAGGED = {"batch_size": 2, "epochs": 1, "shuffle": False, "client_lr": 0.05}
 
 
 def algorithm_1(*, option, K, lr, server_lr, rounds, cohort, weighting):
-    """With full batches, in the paper's words."""
+    """With full batches, in the paper's form."""
     x, c, own = flat(start()), np.zeros(4), np.zeros((5, 4))
     for t in range(rounds):
         ids = address.cohort(0, t, 0, 5, cohort)
@@ -48,13 +48,13 @@ def test_algorithm_1(option, weighting):
 
 
 def gap(result):
-    """How far c is from the mean of all clients' c_i."""
+    """The distance of c from the mean of all clients' c_i."""
     return np.abs(flat(result.server.c) - flat(result.states).mean(0)).max()
 
 
 @pytest.mark.parametrize("option", ["I", "II"])
 def test_c_is_the_mean_of_the_c_i_under_dropouts(option):
-    """Though moves are weighted by examples: a client whose upload is lost keeps its c_i, and |S| is who was heard."""
+    """Also with updates weighted by examples: a client whose upload is lost keeps its c_i; |S| counts the others."""
     alg = fb.scaffold(loss, option=option, weighting="examples", **RAGGED)
     result = simulate(alg, start(), clients(), rounds=12, cohort=3, devices=1, arrival=bernoulli(0.3))
     heard = np.asarray(result.history["train/arrived"])
@@ -64,7 +64,7 @@ def test_c_is_the_mean_of_the_c_i_under_dropouts(option):
 
 
 def rounded(alg, *, reconciled):
-    """The algorithm whose uploads reach the server on a coarse grid."""
+    """The algorithm with uploads rounded to a coarse grid."""
 
     def change(exchange):
         def coarse(report, down, state, key):
@@ -88,14 +88,14 @@ def test_reconcile_keeps_the_invariant_when_uploads_are_changed():
 
 @pytest.mark.parametrize(("option", "weighting"), [("I", "uniform"), ("II", "examples")])
 def test_it_arrives_at_the_optimum_of_the_unweighted_mean(option, weighting):
-    """Whatever the weighting of the moves, since c = 0 is needed to stand still. FedAvg stops elsewhere."""
+    """For any weighting of the updates, because c = 0 at a fixed point. FedAvg has another limit."""
     local = {"batch_size": None, "steps": 4, "client_lr": 0.05, "weighting": weighting}
     result = simulate(fb.scaffold(loss, option=option, **local), start(), clients(), rounds=1500, devices=1)
     optimum = Q.optimum(Q.weights("uniform"))
     assert np.abs(flat(result.params) - optimum).max() < 1e-8
     for i in range(5):
         np.testing.assert_allclose(flat(result.states)[i], Q.gradient(i, optimum), atol=1e-7)
-    S = [np.eye(4) - np.linalg.matrix_power(np.eye(4) - 0.05 * A, 4) for A in Q.A]  # FedAvg's pull to each optimum
+    S = [np.eye(4) - np.linalg.matrix_power(np.eye(4) - 0.05 * A, 4) for A in Q.A]  # FedAvg's step towards each optimum
     w = Q.weights(weighting)
     own = [np.linalg.lstsq(A, b, rcond=None)[0] for A, b in zip(Q.A, Q.b, strict=True)]
     stop = np.linalg.solve(np.tensordot(w, S, 1), sum(w_i * S_i @ o for w_i, S_i, o in zip(w, S, own, strict=True)))

@@ -1,4 +1,4 @@
-"""Algorithms differentiate through ``fedbraid.local``: outside an engine as jax does, inside as the engine asks."""
+"""Algorithms differentiate through ``fedbraid.local``: outside an engine like jax, inside with the engine's rewrite."""
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ def test_convolutions_of_a_client_are_rewritten_unless_they_shall_stay(name):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_loss_is_rewritten_before_it_is_differentiated(name):
-    """Through the seam alone, without what the engine does to programs that others have differentiated."""
+    """Only through ``fedbraid.local``, without the engine's rewrite of programs that were differentiated by jax."""
 
     def changed(work):
         def run(*args):

@@ -1,4 +1,4 @@
-"""The centralized reference: full gradients whatever the batches, and any base optimizer on them."""
+"""The centralized reference: full gradients for any batch size, and any base optimizer on them."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Comparisons: equal by construction, and what the table says is what the runs did."""
+"""Comparisons: all methods have equal conditions, and the table agrees with the runs."""
 
 import json
 
@@ -82,7 +82,7 @@ def test_equal_total_communication_gives_the_clients_of_the_mime_paper(fedavg, e
 
 def test_equal_client_communication_counts_what_goes_up():
     both = costs(method("fedavg"), method("mime", "momentum"), method("scaffold"))
-    # a pair of the split cohort sends two models up, SCAFFOLD's client too
+    # a pair of clients of the split cohort sends two models up, and so does one client of SCAFFOLD
     assert cohorts_of("client-communication", 20, both) == [20, 10, 10]
     assert cohorts_of("rounds", 20, both) == [20, 20, 20]
     with pytest.raises(ConfigError, match="no client"):
@@ -102,7 +102,7 @@ def rows_of(summary):
 
 
 def test_a_method_beside_itself_comes_out_the_same(compared):
-    """Same cohorts, same initial model, same grid: nothing is left to differ in."""
+    """Same cohorts, same initial model, same grid: the results must be equal."""
     summary, out = compared
     one, two = rows_of(summary)["one"], rows_of(summary)["two"]
     for name in ("best", "score", "deviation", "rounds_to_target", "bytes_to_target", "clients", "bytes"):

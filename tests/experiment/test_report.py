@@ -1,4 +1,4 @@
-"""Reports: the page holds what the folders hold, fetches nothing, and works in a real browser."""
+"""Reports: the page shows the data of the folders, loads nothing from the network, and works in a real browser."""
 
 import json
 import re
@@ -34,13 +34,13 @@ ARTIFACTS = Path(__file__).parents[2] / "artifacts"
 
 
 def curve(rate, seed):
-    """A made-up run, by a formula that the tests know."""
+    """The columns of a synthetic run, from a formula that the tests use."""
     rounds = np.arange(1, ROUNDS + 1)
     return rounds, 1 - np.exp(-rate * rounds) + 0.01 * seed
 
 
 def a_run(folder, *settings, seed=0, rate=0.1, finished=True, own=None):
-    """A run folder without a run. ``own``: the direction of a metric "rank_error" that it measures too."""
+    """A run folder written without a run. ``own``: the direction of its additional metric "rank_error"."""
     config = load_config(settings=[f"rounds={ROUNDS}", f"seed={seed}", f"{RATE}={rate}", *settings])
     folder.mkdir(parents=True)
     (folder / runfolder.CONFIG).write_text(dump(config))
@@ -114,7 +114,7 @@ def data_of(out):
 
 
 class Links(HTMLParser):
-    """Everything that a page could fetch, and whether its elements close."""
+    """All addresses that a page could load, and whether its elements are closed."""
 
     def __init__(self):
         super().__init__()
@@ -137,7 +137,7 @@ def test_the_page_is_one_file_that_fetches_nothing(page):
     assert links.open == []
     assert links.fetched == ["data:,"]
     assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|import\(", text)
-    assert "default-src 'none'" in text  # and the browser holds it to that
+    assert "default-src 'none'" in text  # the browser enforces it
     assert written["bytes"] == len(text.encode()) < 200_000
 
 
@@ -149,7 +149,7 @@ def test_titles_cannot_break_out(page):
 
 def test_curves_on_the_page_are_those_of_the_runs(page):
     curves = data_of(page[0])["curves"]["test_accuracy"]["series"]
-    assert [one["label"] for one in curves] == ["slow", "fast"]  # the two that differ in their seed are one
+    assert [one["label"] for one in curves] == ["slow", "fast"]  # two runs that differ only in their seed are one line
     slow = curves[0]["axes"]
     rounds, zero = curve(0.1, 0)
     one = curve(0.1, 1)[1]
@@ -212,7 +212,7 @@ def test_a_map_of_two_among_three_keys_shows_the_best_over_the_third():
     best = {(plot["xs"][c["x"]], plot["ys"][c["y"]]): c["score"] for c in plot["cells"]}
     assert best[0.1, 3.0] == pytest.approx(0.43)
     assert best[1.0, 9.0] == pytest.approx(0.69)
-    assert best[10.0, 1.0] == pytest.approx(0.21)  # the diverged one does not hide it
+    assert best[10.0, 1.0] == pytest.approx(0.21)  # the cell also has a diverged point
 
 
 def test_configurations_are_told_apart(page):
@@ -248,7 +248,7 @@ def test_every_plot_is_there_as_png_and_pdf(page):
     plots = dict(zip(names, PLOTTED, strict=True))
     for figure in plots.values():
         check_figure(figure)
-    # what is drawn is what the page shows
+    # the PNGs show the same data as the page
     for metric, file in (("test_accuracy", "test-accuracy"), ("train/loss", "train-loss")):
         for one in data_of(out)["curves"][metric]["series"]:
             for axis, line in one["axes"].items():
@@ -405,7 +405,7 @@ def test_runs_go_to_tensorboard(folders, tmp_path):
     send(collect(folders[:2]).runs, f"tensorboard:{tmp_path}")
     (file,) = (tmp_path / "slow-seed-1").iterdir()
     record, found, at = file.read_bytes(), {}, 0
-    while at < len(record):  # length of 8 bytes, its check of 4, the event, its check of 4
+    while at < len(record):  # a length of 8 bytes, its checksum of 4, the event, its checksum of 4
         length = int.from_bytes(record[at : at + 8], "little")
         for value in Event.FromString(record[at + 12 : at + 12 + length]).summary.value:
             found.setdefault(value.tag, []).append(value.simple_value)
@@ -523,10 +523,10 @@ def test_hovering_shows_the_values(browser, page):
     cell = browser.find_element("css selector", "#tunings .cell")
     ActionChains(browser).move_to_element(cell).perform()
     assert "0.6" in browser.find_element("css selector", "#tunings .tip").text
-    assert browser.find_elements("css selector", "#curves .tip") == []  # the pointer left
+    assert browser.find_elements("css selector", "#curves .tip") == []  # the pointer has left the plot
     browser.execute_script("arguments[0].focus()", plot)
     plot.send_keys(Keys.ARROW_RIGHT)
-    assert "round 10" in browser.find_element("css selector", "#curves .tip").text  # without a pointer too
+    assert "round 10" in browser.find_element("css selector", "#curves .tip").text  # by arrow keys, without a pointer
 
 
 def test_toggles_change_what_is_drawn(browser, page):

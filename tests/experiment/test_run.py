@@ -1,4 +1,4 @@
-"""``fedbraid run`` as a user runs it: real processes, killed and resumed; and what it says to bad input."""
+"""``fedbraid run`` as a user runs it: real processes, killed and resumed; and its errors for bad input."""
 
 import json
 import os
@@ -108,7 +108,7 @@ def test_killed_at_random_moments_and_resumed_it_ends_bit_identical(env, whole, 
             break
     assert kills >= 1
     last = fedbraid(env, "run", "--resume", out, "--json")
-    if last.returncode == 2 and "finished" in last.stderr:  # the kill came after the last round
+    if last.returncode == 2 and "finished" in last.stderr:  # it was killed after the last round
         summary = json.loads((out / "summary.json").read_text())
     else:
         assert last.returncode == 0, last.stderr

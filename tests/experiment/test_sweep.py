@@ -1,4 +1,4 @@
-"""Sweeps: one program is as many runs, tuning sees no test set, diverged trials stay, a stopped sweep goes on."""
+"""Sweeps: one program equals several runs, tuning does not use the test set, a stopped sweep continues."""
 
 import json
 import math
@@ -24,14 +24,14 @@ from fedbraid.simulation.feed import Feed
 RATE = "algorithm.client_lr"
 ACCURACY, LOSS = Metric("validation_accuracy", "higher"), Metric("validation_loss", "lower")
 SMALL = ("rounds=6", "cohort=4", "model.name=softmax_regression", "data.clients=8", "evaluation.every=2")
-NAN = 1e38  # a rate whose first step overflows
+NAN = 1e38  # a learning rate whose first step overflows
 
 
 def small(*settings):
     return load_config(settings=[*SMALL, *settings])
 
 
-# --- where to look ---------------------------------------------------------------------------------------------------
+# --- search spaces ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -102,10 +102,10 @@ def test_rungs_halve_points_and_multiply_rounds(rounds, points, eta):
     assert marks[-1] == rounds
     assert list(marks) == sorted(set(marks))
     assert kept[-1] == 0
-    assert kept[-2] == 1  # the last to climb is alone
+    assert kept[-2] == 1  # one point reaches the last rung
     alive = [points, *kept[:-1]]
     spent = sum((r - before) * n for r, before, n in zip(marks, [0, *marks], alive, strict=False))
-    assert spent < 0.7 * rounds * points  # that is the point of it
+    assert spent < 0.7 * rounds * points  # halving saves rounds
 
 
 def test_adaptive_search_goes_where_it_is_better_and_repeats():
@@ -125,7 +125,7 @@ def test_adaptive_search_goes_where_it_is_better_and_repeats():
     assert np.mean(late) < 0.6 * np.mean(early)
 
 
-# --- judging ---------------------------------------------------------------------------------------------------------
+# --- scores ----------------------------------------------------------------------------------------------------------
 
 
 def rows(*scores, reached=None, status="finished", rounds=100):
@@ -171,7 +171,7 @@ def test_validation_is_carved_out_of_training_examples_alone():
     for i, client in enumerate(clients):
         train, validation = held.train.client(i), held.validation.client(i)
         np.testing.assert_array_equal(np.sort(np.concatenate([train["x"], validation["x"]])), client["x"])
-        assert len(validation["x"]) == (3 if i < 3 else 0)  # one example is not divided
+        assert len(validation["x"]) == (3 if i < 3 else 0)  # a single example stays in the training split
         assert np.all(train["y"] == i)
     again, _ = hold_out_validation(data, 0.3, seed=5)
     np.testing.assert_array_equal(again.validation.arrays["x"], held.validation.arrays["x"])
@@ -188,7 +188,7 @@ def test_validation_is_carved_out_of_training_examples_alone():
 
 @pytest.fixture(scope="module")
 def several():
-    """Five points as one program, client states and two exchanges per round included in turn."""
+    """Five points as one program, also for algorithms with client states and with two exchanges per round."""
     config = small("algorithm.name=scaffold", f"{RATE}=0.1")
     data = build(config).data
     points = [{RATE: rate} for rate in (0.01, 0.03, 0.1, NAN, 0.3)]
@@ -198,7 +198,7 @@ def several():
 
 def test_one_program_is_as_many_runs(several):
     config, data, points, program, outcome = several
-    assert program.own_points  # more points than the four devices of the tests: each takes its own
+    assert program.own_points  # more points than the four devices of the tests: each device runs its own points
     for j in (0, 2):
         one = build(with_values(config, points[j] | {"seed": 3}))
         run = simulate(one.algorithm, one.params, data, rounds=6, cohort=4, seed=3, metrics=one.metrics, eval_every=2)
@@ -212,7 +212,7 @@ def test_one_program_is_as_many_runs(several):
 
 @pytest.mark.parametrize(("seconds", "portions"), [(1e-9, [1] * 6), (1e9, [1, 1, 2, 2])])
 def test_a_call_of_several_points_takes_no_longer_than_it_may(several, seconds, portions, monkeypatch):
-    """Evaluated every second round; how rounds are cut into calls changes nothing."""
+    """Evaluated every second round; the number of rounds per compiled call changes nothing."""
     _, _, points, program, outcome = several
     taken, made = [], Feed.portion
     monkeypatch.setattr("fedbraid.simulation.rounds.CALL", seconds)
@@ -245,7 +245,7 @@ def test_going_on_is_as_if_it_had_not_stopped(several):
 
 
 def test_streamed_data_gives_the_same(several):
-    """Cohorts that come from the host one by one, at a seed with larger cohorts than the configuration's own."""
+    """Cohorts streamed from the host, with a seed whose cohorts are larger than those of the configuration's seed."""
     config, data, points, _, outcome = several
     streamed = with_values(config, {"engine.data_in": "host", "cohort": 4})
     program = points_program(streamed, data, [RATE], points=2, seeds=[0, 1, 3], test=data.test)
@@ -258,7 +258,7 @@ def test_streamed_data_gives_the_same(several):
 
 
 def test_on_lanes_a_sweep_keeps_as_many_as_shorten_a_round(several):
-    """One client of 20 steps beside nine of 1: a second lane takes the nine, a third would wait."""
+    """One client of 20 steps and nine of 1: a second lane runs the nine, a third would be idle."""
     config, _, points, _, _ = several
     rng = np.random.default_rng(0)
     sizes = [200, *[10] * 9]
@@ -301,7 +301,7 @@ def same(row, other):
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
-    """Three rates, of which one diverges, times two numbers of epochs, at two seeds."""
+    """Three learning rates (one diverges) times two numbers of epochs, with two seeds."""
     out = tmp_path_factory.mktemp("swept") / "sweep"
     tuning = SweepSettings(over={RATE: [0.03, 0.3, NAN], "algorithm.epochs": [1, 2]}, seeds=2, last=4)
     return run_sweep(small(), tuning, out), out, tuning
@@ -375,7 +375,7 @@ def test_a_stopped_sweep_goes_on_and_ends_the_same(swept, tmp_path):
     some = [row for row in whole if not (row["seed"] == 1001 and row["algorithm.epochs"] == 2)]
     Trials(again / "trials.parquet").add(some)
     resumed = run_sweep(*sweep.reopen_sweep(again), again, resume=True)
-    assert resumed["programs"] == 1  # only what was missing
+    assert resumed["programs"] == 1  # only the missing trials were run
     assert resumed["best"] == summary["best"]
     by_id = {(r["point"], r["seed"]): r for r in whole}
     rows_ = read_trials(again / "trials.parquet")
@@ -407,7 +407,7 @@ def test_halving_stops_the_worse_and_can_go_on(tmp_path):
     assert status[1e-6] == ("stopped", 2)
     assert sorted([status[0.03], status[0.3]]) == [("finished", 8), ("stopped", 4)]
     assert found["best"][RATE] == next(rate for rate, how in status.items() if how == ("finished", 8))
-    # killed after the first rung was decided: the rest is found again, models and all
+    # killed after the first rung: the resumed sweep computes the lost models and the remaining rungs again
     resumed = Trials(tmp_path / "resumed.parquet")
     resumed.add([row for row in file.rows if row["rounds"] == 2])
     tune(Lab(config, tuning), resumed)
@@ -452,13 +452,13 @@ def model(declared=True):
 
 @pytest.fixture
 def own_model(tmp_path, monkeypatch):
-    """A user's model that measures a well-known metric and one of its own."""
+    """A user's model with a well-known metric and a metric of its own."""
     (tmp_path / "own_model.py").write_text(OWN_MODEL)
     monkeypatch.syspath_prepend(str(tmp_path))
     return ("rounds=4", "cohort=4", "data.clients=8", "evaluation.every=2", "model.name=own_model:model")
 
 
-RATES = [1e-5, 0.1]  # the first hardly learns
+RATES = [1e-5, 0.1]  # with the first one, the loss hardly changes
 
 
 @pytest.mark.parametrize(
@@ -466,7 +466,7 @@ RATES = [1e-5, 0.1]  # the first hardly learns
     [
         ("perplexity", None, 0.1, "lowest"),
         ("error_free", None, 0.1, "highest"),
-        ("perplexity", "higher", 1e-5, "highest"),  # whoever asks for it gets it
+        ("perplexity", "higher", 1e-5, "highest"),  # --better overrides the direction of the metric
     ],
 )
 def test_a_sweep_goes_in_the_direction_of_its_metric(own_model, metric, better, best, word, tmp_path):
@@ -478,7 +478,7 @@ def test_a_sweep_goes_in_the_direction_of_its_metric(own_model, metric, better, 
     assert summary["criterion"].startswith(f"{word} validation_{metric}")
     assert summary["better"] == {"lowest": "lower", "highest": "higher"}[word]
     rows_ = read_trials(tmp_path / "out" / "trials.parquet")
-    assert {row["better"] for row in rows_} == {summary["better"]}  # the file says it itself
+    assert {row["better"] for row in rows_} == {summary["better"]}  # the file records the direction
     assert {judged_by(row) for row in rows_} == {Metric(f"validation_{metric}", summary["better"])}
 
 
@@ -495,7 +495,7 @@ def test_halving_keeps_the_points_with_the_lowest_perplexity(own_model):
 
 def test_a_metric_without_a_direction_is_refused_before_anything_runs(own_model, tmp_path, monkeypatch):
     config = load_config(settings=[*own_model, "model.declared=false"])
-    monkeypatch.setattr(lab, "points_program", None)  # no program is made
+    monkeypatch.setattr(lab, "points_program", None)  # fails if a program is made
     for metric in (None, "error_free", "perplexity"):
         with pytest.raises(ValueError, match=r"metric 'error_free' has no known direction.*Metrics\(function"):
             run_sweep(config, SweepSettings(over={RATE: RATES}, metric=metric), tmp_path / "out")

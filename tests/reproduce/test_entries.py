@@ -1,4 +1,4 @@
-"""Every entry's quick form holds, and its page says what was found."""
+"""The quick form of every entry confirms the paper, and its page shows the findings."""
 
 import json
 from pathlib import Path
@@ -77,7 +77,7 @@ PAGES = Path(__file__).parents[2] / "docs" / "reproductions"
 
 @pytest.mark.parametrize("path", sorted(PAGES.glob("*.json")), ids=lambda path: path.stem)
 def test_our_pages_have_the_words_of_their_entries(path):
-    """Pages are text made from an entry's words and its committed result: a change of words rewrites the page."""
+    """A page is made from the texts of an entry and its committed result: after a change of texts, write it again."""
     result = json.loads(path.read_text())
     entry = entries()[path.stem]
     assert result["title"] == entry.title

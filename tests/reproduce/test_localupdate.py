@@ -1,4 +1,4 @@
-"""The experiments with the paper's networks: what they ask for, and what they make of runs whose end is known."""
+"""The experiments with the paper's networks: the runs they request, and their findings for runs with known results."""
 
 import math
 
@@ -19,13 +19,13 @@ PAPER = {
     "fig13-cnn": ("emnist_cnn", None, 20, 10, 300, [0, 1e-3, 1e-2, 0.1, 1], HALF_DECADES, 10),
     "fig13-shakespeare": ("char_lstm", 2, 4, 10, 300, [0, 1e-3, 1e-2, 0.1, 1], HALF_DECADES, 10),
 }
-TARGETS = {0.0: 0.10, 1e-3: 0.12, 1e-2: 0.15, 0.1: 0.3, 1.0: 0.6}  # where a client rate ends: the larger the higher
-SPEEDS = {0.0: 0.01, 1e-3: 0.02, 1e-2: 0.05, 0.1: 0.2, 1.0: 0.3}  # and how fast: the larger the faster
-BEST = 10**-1.5  # of the server rates
+TARGETS = {0.0: 0.10, 1e-3: 0.12, 1e-2: 0.15, 0.1: 0.3, 1.0: 0.6}  # final loss by client rate, increasing
+SPEEDS = {0.0: 0.01, 1e-3: 0.02, 1e-2: 0.05, 0.1: 0.2, 1.0: 0.3}  # speed by client rate, increasing
+BEST = 10**-1.5  # the best server rate
 
 
 def scripted(asked, *, flat=False):
-    """In place of training: curves as the paper describes them, or (``flat``) the same one at all client rates."""
+    """Replaces training: curves as the paper describes them, or (``flat``) the same curve at all client rates."""
 
     def train(name, config, data, points, *, marks=(), swap=None, **rest):
         asked.append((name, config, points, data))
@@ -82,7 +82,7 @@ def test_a_run_in_which_nothing_depends_on_what_the_paper_says_is_not(name, monk
     if name == "fig6-cnn":
         assert missed == {"Nesterov", "heavy ball"}
     elif name.startswith("fig12"):
-        assert len(missed) == 3  # all but that the largest rate diverges
+        assert len(missed) == 3  # all findings except that the largest rate diverges
     else:
         assert missed >= {"client rate with the lowest loss after 20 rounds"}
 
@@ -94,7 +94,7 @@ def test_what_the_figure_leaves_out():
         "diverged": [False, False, False, True],
     }
     assert set(losses(result)) == {0.0, 0.1, 1.0}
-    assert set(learned(losses(result))) == {0.0, 0.1}  # 1.0 ends above where 0 began
+    assert set(learned(losses(result))) == {0.0, 0.1}  # the final loss of 1.0 is above the first loss of 0
 
 
 def test_the_rate_is_chosen_by_the_last_rounds_alone():

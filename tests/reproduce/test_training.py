@@ -1,4 +1,4 @@
-"""Training runs of entries: pieces join to the whole, and files of another question are not taken for an answer."""
+"""Training runs of entries: resumed parts equal one run, and saved results of another configuration are not used."""
 
 import json
 import math
@@ -45,7 +45,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_end(tmp_path):
     assert (tmp_path / "parts" / "run-0.npz").exists()
     lines = []
     parts = train("run", config(), data, RATES, work=tmp_path / "parts", piece=2, tell=lines.append)
-    assert len(lines) == 1  # the second half alone was run
+    assert len(lines) == 1  # only the second half was run
     assert parts["rounds"] == whole["rounds"] == [2, 4]
     for name in ("test_accuracy", "test_loss", "train_loss"):
         np.testing.assert_allclose(parts[name], whole[name], rtol=1e-6)
@@ -62,18 +62,18 @@ def test_a_kept_result_answers_its_own_question_only(tmp_path):
     assert (short["rounds"], longer["rounds"]) == ([2], [2, 4])
     path = tmp_path / "run.json"
     kept = json.loads(path.read_text())
-    del kept["asked"]["config"]["evaluation"]  # as if the section had come later: its default is what was meant
+    del kept["asked"]["config"]["evaluation"]  # as if the section did not exist then: its default counts
     path.write_text(json.dumps(kept | {"rounds": "kept"}))
-    assert train("run", config(4), data, RATES[:1], work=tmp_path)["rounds"] == [2, 4]  # every = 2 is no default
+    assert train("run", config(4), data, RATES[:1], work=tmp_path)["rounds"] == [2, 4]  # every = 2 is not the default
     kept["asked"]["config"]["evaluation"] = {"every": 2}
-    kept["asked"]["config"]["engine"] = {"plan": "sequential"}  # another way to compute the same
+    kept["asked"]["config"]["engine"] = {"plan": "sequential"}  # the engine does not change results
     path.write_text(json.dumps(kept | {"rounds": "kept"}))
     assert train("run", config(4), data, RATES[:1], work=tmp_path)["rounds"] == "kept"
     assert longer["test_loss"][0][0] == pytest.approx(short["test_loss"][0][0], rel=1e-6)
 
 
 def test_the_adam_that_is_swapped_in_moves_every_coordinate_by_the_rate_at_first():
-    """optax's Adam with both averages corrected: the first step is g / (|g| + eps), whatever the size of g."""
+    """optax's Adam with both averages corrected: the first step is g / (|g| + eps), for any size of g."""
     import jax
     import jax.numpy as jnp
 

@@ -1,4 +1,4 @@
-"""typer 0.20 touches names that click 8.4 has deprecated, at import; import it once with that warning let through."""
+"""At import, typer 0.20 uses names that click 8.4 has deprecated: import it once with that warning ignored."""
 
 import warnings
 

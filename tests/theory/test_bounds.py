@@ -1,4 +1,4 @@
-"""Every bound against what it bounds, measured exactly (expectations of linear recursions, not samples)."""
+"""Every bound against exact values of the bounded quantity (expectations of linear recursions, not samples)."""
 
 import math
 
@@ -99,7 +99,7 @@ def test_8c_fails_in_the_plane_and_the_bound_does_not_call_itself_proven():
     apart = np.linalg.norm(at - fed.minimizer)
     b = suboptimality_bound(**setting, evidence=fed)
     assert fed.radius == pytest.approx(1.0)
-    assert apart > 6 * b.value  # the published bound, exceeded six times over
+    assert apart > 6 * b.value  # more than six times the published bound
     assert not b.proven
     assert "crossing_pair" in str(b)
     e = excess_loss_bound(fed, **setting)
@@ -155,7 +155,7 @@ def fedavg_moments(H, b, x0, eta, tau, rounds, sigma2):
     r, q = 1 - eta * lam, eta**2 * sigma2 / d
     mean, var_server = x0, np.zeros(d)
     for t in range(rounds):
-        x, var = np.tile(mean, (M, 1)), np.zeros(d)  # var: of one client around the (random) server point
+        x, var = np.tile(mean, (M, 1)), np.zeros(d)  # var: variance of one client around the (random) server point
         shared = var_server
         for k in range(tau + 1):
             centre = x.mean(0)
@@ -254,11 +254,11 @@ def test_the_theorem_holds_on_convex_losses_that_are_not_quadratic(share, tau, r
         x = ys.mean(0)
     bound = fedavg_bound(rounds=rounds, clients=clients, distance=np.linalg.norm(x0), **says)
     assert total <= bound.value + 1e-9
-    assert not bound.proven  # nothing was given to check it with
+    assert not bound.proven  # no evidence was given
 
 
 def test_lemma_2_2_needs_the_factor_l():
-    """Scale the loss up: without L in front of the drift the printed lemma fails, with it it holds."""
+    """For a scaled loss the printed lemma, without the factor L of the drift, fails; with the factor it holds."""
     H, b = np.array([[100.0]]), np.array([[50.0], [-50.0]])
     eta, tau = 1 / 400, 10
     steps = list(fedavg_moments(H, b, np.array([0.0]), eta, tau, 1, 0.0))
@@ -293,7 +293,7 @@ def test_lemma_2_2_needs_the_factor_l():
 def test_theorem_1_of_aggregation_holds_with_explicit_constants(
     ratio, steps, rounds, share, strongly, server_step, clients, seed
 ):
-    """Full participation, exact gradients: the weighted mean of f(x^(r-1)) - f* lies under the bound."""
+    """Full participation, exact gradients: the weighted mean of f(x^(r-1)) - f* is below the bound."""
     fed = random_federation(clients, 2, mu=1.0, smoothness=ratio, radius=2.0, seed=seed) if ratio > 1 else None
     if fed is None:
         return
@@ -346,7 +346,7 @@ def test_theorem_2_no_step_sizes_beat_the_lower_bound(mu, G, x0, K, etas):
 
 
 def test_the_lower_bound_has_the_right_order():
-    """The best constant step after R rounds falls like 1 / R^2 up to logarithms: tune it by search."""
+    """With the best constant step size, found by search, the loss after R rounds is 1 / R^2 up to logarithms."""
     pair, best = lower_bound_pair(1.0, 1.0), []
     for R in (10, 100, 1000):
         errors = []
@@ -431,11 +431,11 @@ def test_table_1_checks_the_local_steps_it_needs():
     assert "does not hold" in status(5)["K >= L / delta"].detail
 
 
-# --- honesty --------------------------------------------------------------------------------------------------------
+# --- when a bound is marked proven ----------------------------------------------------------------------------------
 
 
 class Estimated:
-    """What the estimator of constants hands over, as far as bounds read it."""
+    """The fields of estimated constants that bounds read."""
 
     class _E:
         def __init__(self, value):

@@ -1,4 +1,4 @@
-"""The command line: one JSON object, the documented numbers, pictures, and refusals that name the argument."""
+"""The command line: one JSON object, the documented numbers, pictures, and errors that name the argument."""
 
 import json
 
@@ -11,7 +11,7 @@ from fedbraid.cli.theory import app
 
 
 def call(*arguments):
-    """Arguments one by one, or one string to be split."""
+    """Run the command with separate arguments, or with one string that is split."""
     words = arguments[0].split() if len(arguments) == 1 else [str(a) for a in arguments]
     result = CliRunner().invoke(app, words)
     if result.exception is not None and not isinstance(result.exception, SystemExit):

@@ -94,7 +94,7 @@ def test_all_clients_give_the_exact_constants(kind, weighting):
 
 @pytest.mark.parametrize("kind", ["square", "logistic"])
 def test_lanczos_in_float32_is_within_five_percent(kind):
-    """The path of large models: nothing dense, products only, stopped at its default tolerance."""
+    """The method for large models: only Hessian-vector products, with the default tolerance."""
     if kind == "square":
         split, loss = least_squares(clients=4, dim=30, examples=80, seed=1), square_loss
     else:
@@ -104,13 +104,13 @@ def test_lanczos_in_float32_is_within_five_percent(kind):
     truth = exact(split, x, kind, 1, "examples")
     for name in ("L", "L_client_max", "delta", "sigma2", "G2", "B2", "zeta"):
         assert getattr(got, name).value == pytest.approx(truth[name], rel=0.05), name
-    # small eigenvalues are promised to a share of the largest, which the notes say
+    # small eigenvalues are accurate to a share of the largest; the notes say so
     assert abs(got.mu.value - truth["mu"]) <= 0.05 * truth["L"]
     assert any("resolved to" in note for note in got.notes)
 
 
 def test_sampling_clients_is_unbiased_within_its_standard_errors():
-    """200 clients, 40 seen: over seeds, the errors are as large as the standard errors say, and centred."""
+    """40 of 200 clients are sampled: over seeds, the errors match the standard errors and have mean 0."""
     rng = np.random.default_rng(0)
     centers = rng.standard_normal((200, 2)) * [1.0, 0.3] + [0.5, 0.0]
     split = Split.from_clients([{"x": np.tile(c, (2, 1))} for c in centers])
@@ -135,7 +135,7 @@ def test_sampling_clients_is_unbiased_within_its_standard_errors():
 
 
 def test_batches_of_a_large_model_give_the_same_noise_as_single_examples(monkeypatch):
-    """Large models see variance between batches, small ones between examples: the same S^2 in expectation."""
+    """The noise is computed between batches for large models, between examples for small ones: the same S^2 in mean."""
     split = least_squares(clients=3, dim=40, examples=400, seed=2)
     x = jnp.zeros(40)
     small = estimate(square_loss, x, split, batch_size=10, hessians=None)

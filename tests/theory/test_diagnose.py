@@ -1,4 +1,4 @@
-"""Advice is arithmetic on constants: each rule on constants made for it; then one small run from end to end."""
+"""Each rule of the advice is tested with constants made for it; then one small run from end to end."""
 
 import json
 import math
@@ -63,7 +63,7 @@ def test_what_dominates_follows_the_settings():
     sampling = advise([constants()], SETTINGS._replace(steps=1.0))
     assert sampling.dominant == "client sampling"
     assert sampling.terms["client sampling"] == pytest.approx(2.0 / 10 * 0.9)
-    assert sampling.terms["drift"] == 0.0  # one step is taken at the server's own point
+    assert sampling.terms["drift"] == 0.0  # a single local step uses the gradient at the server's model
     assert "Theorem 3" in text(sampling)
     noise = advise([constants(sigma2=50.0)], SETTINGS._replace(steps=1.0))
     assert noise.dominant == "batch noise"
@@ -74,9 +74,9 @@ def test_what_dominates_follows_the_settings():
 
 def test_local_steps_of_mime_are_l_over_delta():
     assert advise([constants()], SETTINGS).mime_steps == 8
-    alike = advise([constants(delta=5.0)], SETTINGS)
-    assert alike.mime_steps == 1
-    assert "helps little" in text(alike)
+    different = advise([constants(delta=5.0)], SETTINGS)
+    assert different.mime_steps == 1
+    assert "helps little" in text(different)
 
 
 def test_prediction_only_where_the_quadratic_model_holds():
@@ -101,7 +101,7 @@ def test_families_are_ranked_by_the_table():
     assert "stay fresh: try it" in text(crowd)
     rare = advise([constants(delta=4.0, G2=500.0)], SETTINGS._replace(clients=1000))
     assert "too rarely" in text(rare)
-    # scaling the loss by 10 changes no count of rounds: the table is in units of f(x_0) - f*
+    # scaling the loss by 10 does not change the numbers of rounds: the table is in units of f(x_0) - f*
     scaled = {"L": 40.0, "delta": 0.5, "G2": 200.0, "sigma2": 10.0, "grad_norm2": 50.0, "loss": 10.0}
     a, b = advise([constants(delta=0.05)], SETTINGS), advise([constants(**scaled)], SETTINGS)
     assert a.rounds_by_family == pytest.approx(b.rounds_by_family)
@@ -143,7 +143,7 @@ def test_a_small_run_from_end_to_end(tmp_path):
 
 
 def test_verification_knows_that_a_loss_falls_to_its_target():
-    """A target far above the loss is reached at once, one below 0 never; the other way round for an accuracy."""
+    """A loss reaches a target far above it at once and a negative target never; for an accuracy it is the reverse."""
     config, never = load_config(settings=[*TINY, "rounds=2"]), {"configured": [None], "advised": [None]}
     at_once = {"configured": [1], "advised": [1]}
     assert verify(config, (), target=100.0, seeds=1, metric="test_loss") == at_once

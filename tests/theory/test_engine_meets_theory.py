@@ -1,7 +1,7 @@
-"""The simulator lands where the closed forms say, and gets there as fast as they say. In float64.
+"""The simulator converges to the point, and at the rate, of the closed forms. In float64.
 
-Clients are quadratics that share their eigenvectors and the ends of their spectra but not their middle, and have
-minimizers of their own: then kappa of eq. (9) is the surrogate's condition number, and Table 2 is its exact rate.
+Clients are quadratics with the same eigenvectors and the same extreme eigenvalues. Their other eigenvalues and their
+minimizers differ. Then kappa of eq. (9) is the surrogate's condition number, and Table 2 is its exact rate.
 """
 
 import jax
@@ -62,7 +62,7 @@ def meta(gamma, alpha, opt):
     return maml(quadratic_loss, client_lr=gamma, alpha=alpha, steps=2, server_opt=opt, support=1.0, batch_size=None)
 
 
-# how the simulator makes it -> its members as (Theta, gamma, alpha): one compiled sweep each
+# the algorithm, and its members as (Theta, gamma, alpha): one compiled sweep each
 FAMILIES = {
     "fedavg and fedprox": (local("1:K"), [(theta_sum(4), 0.016, 0.0), (theta_sum(4), 0.016, 10.0)]),
     "fomaml": (local("K"), [(theta_last(4), 0.004, 0.0)]),
@@ -73,7 +73,7 @@ FAMILIES = {
 def fitted_rate(distances):
     """rho of ``(a + b t) rho^t``: tuned momentum has a double root, gradient descent has b = 0."""
     t = LOOK * np.arange(1, len(distances) + 1)
-    end = int(np.argmax(distances < 1e-11)) or len(t)  # below it there is rounding
+    end = int(np.argmax(distances < 1e-11)) or len(t)  # smaller distances are rounding errors
     t, logs = t[1:end], np.log(distances[1:end])
 
     def model(t, c, slope, log_rho):
@@ -94,7 +94,7 @@ def test_the_run_ends_at_the_surrogate_minimizer_at_rate_rho(family, momenta, x6
         sur = surrogate_loss(FED, gamma=gamma, theta=theta, alpha=alpha)
         p = federation_point(FED, gamma=gamma, theta=theta, alpha=alpha)
         assert sur.condition_number == pytest.approx(p.kappa, rel=1e-9)
-        assert np.linalg.norm(sur.minimizer - FED.minimizer) > 1e-3  # where it lands is not the minimizer of the loss
+        assert np.linalg.norm(sur.minimizer - FED.minimizer) > 1e-3  # the surrogate's minimizer is not that of the loss
         for momentum in momenta:
             tuned = server_optimizer(p.smoothness, p.strong_convexity, momentum)
             cases.append((sur.minimizer, p.rho[momentum]))

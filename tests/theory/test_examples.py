@@ -1,4 +1,4 @@
-"""Every example in the docstrings runs, every public name has one, and closed forms stand alone."""
+"""Every example in the docstrings runs, every public name has one, and closed forms import nothing else."""
 
 import ast
 import doctest

@@ -69,7 +69,7 @@ def test_tuned_server_reaches_the_rate_as_spectral_radius(momentum, k):
 @settings(max_examples=100, deadline=None)
 @given(st.floats(0.01, 10.0), st.floats(1.01, 1e4), st.floats(0.01, 0.99), st.integers(1, 10_000), st.floats(0.0, 20.0))
 def test_lemma_3_is_eigenvalues_of_the_tight_instance(mu, ratio, share, steps, alpha):
-    """diag(L, mu) makes Lemma 3 an equality (Appendix B.3): compare with the direct sum where it can be summed."""
+    """diag(L, mu) makes Lemma 3 an equality (Appendix B.3): compare with the direct sum."""
     L = mu * ratio
     gamma = share / (L + alpha)
     p = point(mu=mu, smoothness=L, gamma=gamma, theta=theta_sum(steps), alpha=alpha)
@@ -89,13 +89,13 @@ def test_heavy_ball_frontier_is_symmetric_and_obeys_its_law(mu, ratio, share, st
     rho = (math.sqrt(p.kappa) - 1) / (math.sqrt(p.kappa) + 1)
     assert p.rho["heavy_ball"] == pytest.approx(rho, abs=1e-12)
     assert math.atanh(rho) + math.atanh(p.delta) == pytest.approx(math.log(ratio) / 4, rel=1e-7, abs=1e-9)
-    # The mirrored point lies on the same frontier: the curve through (rho, Delta) also passes (Delta, rho).
+    # The mirrored point lies on the same frontier: the curve through (rho, Delta) also goes through (Delta, rho).
     assert heavy_ball_delta(p.delta, ratio) == pytest.approx(rho, abs=1e-9)
     assert heavy_ball_delta(rho, ratio) == pytest.approx(p.delta, abs=1e-9)
 
 
 def test_a_frontier_over_k_really_holds_both_a_point_and_its_mirror():
-    """Not by the law but by search: for a point (rho, Delta) some other K gives (Delta, rho)."""
+    """By search instead of by the law: for a point (rho, Delta) some other K gives (Delta, rho)."""
     f = pareto_frontier(mu=1.0, smoothness=25.0, gamma=1e-3, values=np.arange(1, 8000), momentum="heavy_ball")
     for i in (50, 300, 900):
         gap = np.hypot(f.rho - f.delta[i], f.delta - f.rho[i]).min()
@@ -135,7 +135,7 @@ def test_fedprox_cannot_reach_one_shot_averaging():
 @settings(max_examples=60, deadline=None)
 @given(st.floats(1.05, 100.0), st.floats(0.02, 0.98), st.integers(2, 2000), st.sampled_from(MOMENTA))
 def test_maml_frontier_equals_fedavgs_for_small_k(L, share, steps, momentum):
-    """In Lemma 4's range, whatever (rho, Delta) MAML-style messages reach lies on FedAvg's curve: both obey one law."""
+    """In Lemma 4's range, every (rho, Delta) of MAML-style messages is on FedAvg's curve: both obey the same law."""
     p = point(mu=1.0, smoothness=L, gamma=share / (steps * L), theta=theta_last(steps))
     assert p.method == "Lemma 4"
     ratio = (1 - share / steps) / (1 - share / steps / L)
@@ -199,7 +199,7 @@ def test_outside_the_lemmas_the_worst_case_over_spectra_is_found_and_said(theta)
         assert q.delta <= p.delta + 1e-12
         assert "eigenvalues" in q.method
         best = max(best, q.kappa)
-    assert best > 0.9 * p.kappa  # attained, so it is not just any upper bound
+    assert best > 0.9 * p.kappa  # almost attained, so the upper bound is tight
 
 
 def test_a_million_steps_stay_finite():

@@ -143,7 +143,7 @@ def test_figure_3_counts():
     assert 32_000 <= gd <= 35_000
     assert 390 <= split <= 450
     assert rounds_until(fedsplit_gap(fed, 600), 1e-3, stay=True) <= 460
-    # Theorem 1 promises it: ||x - x*|| <= eps' gives F - F* <= m L eps'^2 / 2
+    # Theorem 1 guarantees it: ||x - x*|| <= eps' gives F - F* <= m L eps'^2 / 2
     at = fedsplit_fixed_point(fed)
     start = np.linalg.norm(at.z) / math.sqrt(10)
     assert split <= rounds_bound(math.sqrt(2 * 1e-3 / (10 * 1e4)), 1e4, start)
@@ -184,10 +184,10 @@ def test_theorem_1_bound_holds_along_the_path_and_corollary_1_on_the_prox():
 
 
 def test_theorem_2_choice_reaches_epsilon_on_a_singular_problem():
-    """Rank-deficient clients: run FedSplit on the regularized losses for the promised rounds and look at F itself."""
+    """Rank-deficient clients: run FedSplit on the regularized losses for the stated number of rounds and check F."""
     rng = np.random.default_rng(0)
     designs = rng.standard_normal((6, 2, 4))
-    designs[:, :, 3] = 0.0  # nobody sees the last coordinate: F is convex, not strongly
+    designs[:, :, 3] = 0.0  # no client depends on the last coordinate: F is convex, but not strongly convex
     truth = rng.standard_normal(4)
     responses = designs @ truth + 0.1 * rng.standard_normal((6, 2))
     fed = linear_federation(np.einsum("jna,jnb->jab", designs, designs), np.einsum("jna,jn->ja", designs, responses))

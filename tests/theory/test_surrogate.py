@@ -26,7 +26,7 @@ from fedbraid.theory import (
 
 
 def client_update(A, c, x, gamma, alpha, weights):
-    """Algorithm 2, full gradients: the pull is part of g_k and of the message."""
+    """Algorithm 2, full gradients: the proximal term is part of g_k and of the message."""
     y, message = x.copy(), np.zeros_like(x)
     for w in weights:
         g = A @ (y - c) + alpha * (y - x)
@@ -127,7 +127,7 @@ def test_closed_forms_equal_the_loop(steps, gamma):
 
 
 def test_a_million_steps_keep_their_digits():
-    """Against mpmath-free arithmetic: Python integers and fractions do the power exactly enough."""
+    """Against exact powers in Python integers and fractions."""
     from decimal import Decimal, getcontext
 
     getcontext().prec = 50
@@ -141,7 +141,7 @@ def test_a_million_steps_keep_their_digits():
 
 
 def test_long_theta_k_does_not_lose_its_minimizer():
-    """At K = 10^6 every eigenvalue of Q underflows; the client with the slowest local steps then decides alone."""
+    """At K = 10^6 every eigenvalue of Q underflows; the client with the slowest local steps determines the result."""
     fed = federation([[[1.0]], [[2.0]]], [[5.0], [-1.0]])
     assert surrogate_loss(fed, gamma=0.1, theta=theta_last(1_000_000)).minimizer == pytest.approx([5.0], rel=1e-12)
     apart = federation([np.diag([1.0, 4.0]), np.diag([2.0, 3.0])], [[5.0, 5.0], [-1.0, -2.0]])
@@ -158,7 +158,7 @@ def test_long_theta_k_does_not_lose_its_minimizer():
     steps=st.integers(1, 9),
 )
 def test_lemma_1_positive_definite_exactly(gamma_times, L, ratio, alpha, steps):
-    """Below 1 / (L + alpha) every Theta is definite; at or above it Theta_2 is not: Lemma 1's range is the largest."""
+    """Lemma 1's range is the largest: below 1 / (L + alpha) every Theta is definite, from there on Theta_2 is not."""
     if abs(gamma_times - 1.0) < 1e-6 or abs(gamma_times - 2.0) < 1e-6:
         return
     mu, gamma = L / ratio, gamma_times / (L + alpha)
@@ -172,7 +172,7 @@ def test_lemma_1_positive_definite_exactly(gamma_times, L, ratio, alpha, steps):
             fine = distortion(np.linspace(mu, L, 20001), gamma=gamma, theta=theta, alpha=alpha)
             assert fine.min() <= 1e-3 * np.abs(fine).max() + 1e-12
         else:
-            assert q.min() >= -1e-12 * np.abs(q).max()  # an eigenvalue may lie at the zero itself
+            assert q.min() >= -1e-12 * np.abs(q).max()  # an eigenvalue may be exactly at the zero
     if gamma_times > 1:
         assert distortion([L], gamma=gamma, theta=theta_last(2), alpha=alpha)[0] < 0
         assert not is_positive_definite(L, gamma=gamma, theta=theta_last(2), alpha=alpha, mu=mu)

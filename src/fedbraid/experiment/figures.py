@@ -15,7 +15,7 @@ __all__ = ["draw_clients", "draw_curves", "draw_drift", "draw_run", "save", "ser
 
 
 def save(figure: Any, path: Path, *, pdf: bool = False) -> list[Path]:
-    """Write a figure as PNG and, if asked, as PDF beside it."""
+    """Write a figure as PNG, and with ``pdf`` also as PDF into the same folder."""
     figure.savefig(path, dpi=130)
     paths = [path]
     if pdf:

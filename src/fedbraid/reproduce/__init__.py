@@ -1,6 +1,6 @@
 """Figures and tables of the papers as commands: the paper's number, ours, and whether ours is within the band.
 
-Each entry is one file in the folder of its paper, with an `Entry` named ``ENTRY``. Files are found by themselves: there
+Each entry is one file in the folder of its paper, with an `Entry` named ``ENTRY``. Files are found automatically: there
 is no list of entries to edit. Files that begin with an underscore are shared by the entries of a folder.
 """
 

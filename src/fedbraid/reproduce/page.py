@@ -55,7 +55,7 @@ def _row(finding: Finding) -> dict[str, Any]:
 
 
 def shown(ours: Any) -> str:
-    """A value as it stands in the tables.
+    """A value as the tables show it.
 
     >>> shown(True), shown(0.123456), shown(12345.6), shown(None)
     ('yes', '0.1235', '1.235e+04', 'not run')
@@ -68,9 +68,9 @@ def shown(ours: Any) -> str:
 
 
 def page_text(entry: Entry, result: Mapping[str, Any]) -> str:
-    """The page as Markdown, from the words of an entry and the content of its JSON file.
+    """The page as Markdown, from the texts of an entry and the content of its JSON file.
 
-    After a change of the words, ``NAME.md`` can be written again without a new run.
+    After a change of the texts, ``NAME.md`` can be written again without a new run.
     """
     name = result["name"]
     lines = [f"# {entry.title}", "", f"{entry.paper}", "", f"![{entry.title}]({name}.png)", ""]

@@ -1,7 +1,7 @@
 """Training runs of the entries: many points as one program, saved in parts so that a stopped run can continue.
 
 The result of a run is a small JSON file in the entry's work folder. A run that was stopped continues from the models
-saved beside it. Both are used again only if the configuration, the points and the data are the same.
+saved next to it. Both are used again only if the configuration, the points and the data are the same.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def train(
     swap: Swap | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Run all points for ``config.rounds`` rounds, or read ``work/NAME.json`` if that was done before.
+    """Run all points for ``config.rounds`` rounds, or read ``work/NAME.json`` if it has the result of an earlier run.
 
     seeds: every point runs with each seed. With several seeds, the points of the result have a ``seed`` and are
         sorted by it.
@@ -102,7 +102,7 @@ def _request(
     marks: Collection[int],
     swap: Swap | None,
 ) -> dict[str, Any]:
-    """What determines a result, as JSON: a saved result is used only if this is the same."""
+    """Everything that determines a result, as JSON: a saved result is used only if this is the same."""
     return {
         "config": config.model_dump(mode="json") | {"seed": seeds[0]},
         "points": [dict(point) | ({"seed": seed} if len(seeds) > 1 else {}) for seed in seeds for point in points],
@@ -142,10 +142,10 @@ def _plain(value: float) -> float | None:
 
 
 def _same(kept: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
-    """Whether a saved request equals this one; keys that were added to configurations since count as their defaults."""
+    """Whether a saved request equals this one; keys that configurations did not have then count as their defaults."""
     try:
         configs = [parse({k: v for k, v in one["config"].items() if k not in IGNORED}) for one in (kept, asked)]
-    except ConfigError:  # a key that was removed since
+    except ConfigError:  # a key that no longer exists
         return False
     return configs[0] == configs[1] and all(kept.get(key) == asked[key] for key in asked if key != "config")
 
@@ -196,7 +196,7 @@ def spent(results: Iterable[Mapping[str, Any]]) -> str:
 
 
 def rounds_to(result: Mapping[str, Any], point: int, target: float) -> float:
-    """The round at which the test accuracy first reaches a target, linear between evaluations; inf if it never does.
+    """The first round at which the test accuracy reaches a target, linear between evaluations; inf if it does not.
 
     >>> rounds_to({"rounds": [10, 20], "test_accuracy": [[0.4, 0.6]], "diverged": [False]}, 0, 0.5)
     15.0

@@ -149,8 +149,8 @@ def log_distortion(
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             if alpha == 0.0:
                 return np.abs(sign), 2.0 * log
-            pull = (alpha + lam * sign * np.exp(log)) / (lam + alpha)
-            return np.abs(np.sign(pull)), 2.0 * np.log(np.abs(pull))
+            J = (alpha + lam * sign * np.exp(log)) / (lam + alpha)
+            return np.abs(np.sign(J)), 2.0 * np.log(np.abs(J))
     return _log_polynomial(x, theta.weights)
 
 

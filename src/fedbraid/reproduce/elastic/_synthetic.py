@@ -40,7 +40,7 @@ def run_method(
     seeds: Sequence[int] = SEEDS,
     **changes: Any,
 ) -> dict[str, Any]:
-    """A method over client rates and seeds; ``elastic`` holds options of elastic aggregation, None is without it."""
+    """A method over client rates and seeds; ``elastic``: the options of elastic aggregation, None to leave it out."""
     transforms = [] if elastic is None else [{"name": "elastic", "held_out": HELD_OUT, "tau": TAU, "mu": MU, **elastic}]
     config = parse(
         {

@@ -1,4 +1,4 @@
-"""Figure 2: elastic aggregation over FedAvg, FedAvgM and FedProx."""
+"""Figure 2: elastic aggregation with FedAvg, FedAvgM and FedProx."""
 
 from __future__ import annotations
 

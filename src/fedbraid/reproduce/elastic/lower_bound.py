@@ -66,7 +66,7 @@ def _share(rounds: np.ndarray, steps: int) -> np.ndarray:
 
 
 def _predicted(rounds: np.ndarray, steps: int) -> np.ndarray:
-    """For small steps x_R = x_0 (exp(-u) + u g (1 - exp(-u))), u = mu eta K R; about the least at u = ln(1/g)."""
+    """For small steps x_R = x_0 (exp(-u) + u g (1 - exp(-u))), u = mu eta K R; the minimum is near u = ln(1/g)."""
     g = _share(rounds, steps)
     return START * g * (1 + np.log(1 / g))
 
@@ -90,7 +90,7 @@ def _bound(rounds: int) -> float:
 
 
 def _check_constant_steps(best: dict[int, np.ndarray], counts: np.ndarray, bounds: np.ndarray) -> list[Finding]:
-    """The best constant step size, against the bound and against the value by hand."""
+    """The best constant step size, against the bound and against the value derived by hand."""
     findings = []
     for steps, values in best.items():
         findings.append(
@@ -152,7 +152,7 @@ def _check_upper_bound(rounds: int) -> tuple[Finding, str]:
 
 
 def _check_exceptions() -> list[Finding]:
-    """Two cases that Theorem II does not cover, and in which averaging is fast."""
+    """Two cases in which averaging is fast; Theorem II does not cover them."""
     one = _value(_path(np.array([0.5 / MU]), 1, 64))[-1, 0]
     low = _bound(64)
     return [

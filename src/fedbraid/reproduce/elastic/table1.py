@@ -1,4 +1,4 @@
-"""Table 1: no elastic aggregation, sensitivity by averaging, sensitivity by momentum."""
+"""Table 1: without elastic aggregation, with sensitivity by averaging, with sensitivity by momentum."""
 
 from __future__ import annotations
 

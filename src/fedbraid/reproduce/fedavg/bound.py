@@ -117,7 +117,7 @@ def _slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def _exponents() -> float:
-    """Exponents of every term in eta, tau, T, M, sigma^2, zeta, L and D, by doubling, against those by hand."""
+    """Exponents of every term in eta, tau, T, M, sigma^2, zeta, L and D, by doubling, against those derived by hand."""
     usual: dict[str, Any] = {
         "eta": 0.01,
         "tau": 10,
@@ -160,7 +160,7 @@ def _library(eta: float, tau: int, rounds: int) -> float:
 
 
 class Case(NamedTuple):
-    """One setting: what was measured over T = 1, 2, ..., and the bound for each T."""
+    """One setting: the measurements for T = 1, 2, ..., and the bound for each T."""
 
     tau: int
     eta: float
@@ -190,7 +190,7 @@ def _check_bounds(cases: Sequence[Case], shares: Sequence[float]) -> list[Findin
     for tau, eta, sigma, seen, _ in cases:
         known: dict[str, Any] = {"smoothness": DIFFERENT.smoothness, "zeta": DIFFERENT.zeta, "sigma2": sigma**2}
         drifts.append(seen.drift / drift_bound(eta=eta, tau=tau, **known).value if seen.drift else 0.0)
-        if sigma == 0:  # with noise, a round's change of distance is smaller than the error of 200 repeats
+        if sigma == 0:  # with noise, the change of the distance in a round is smaller than the error of 200 repeats
             progress.append(_progress(DIFFERENT, seen, eta, tau))
     return [
         Finding("measured gap over the bound: largest over 12 settings and all T", "at most 1", max(shares), 0.0, 1.0),
@@ -206,7 +206,7 @@ def _check_bounds(cases: Sequence[Case], shares: Sequence[float]) -> list[Findin
 
 
 def _floor(clients: Clients, eta: float, tau: int, sigma: float, repeats: int = 1) -> float:
-    """The mean gap over the second half of a long run from the optimum."""
+    """The mean gap over the second half of a long run that starts at the optimum."""
     length = int(40 / (eta * tau))
     start = clients.optimum
     seen = measure(clients, eta=eta, tau=tau, rounds=length, sigma=sigma, start=start, repeats=repeats)
@@ -271,7 +271,7 @@ def run(job: Job) -> Evidence:
 
 
 def _drift(eta: float, tau: int) -> float:
-    """Largest drift of one round from the optimum, without noise."""
+    """Largest drift in one round that starts at the optimum, without noise."""
     step = measure(DIFFERENT, eta=eta, tau=tau, rounds=1, sigma=0.0, start=DIFFERENT.optimum, repeats=1)
     return step.drift
 

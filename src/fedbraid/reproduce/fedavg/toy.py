@@ -47,7 +47,7 @@ def _by_hand(split: Split, *, rate: float, steps: int, rounds: int) -> tuple[np.
 
 
 def _misses(split: Split, *, rate: float, steps: int, rounds: int) -> tuple[float, float]:
-    """The end of a long run: its distance from the surrogate's minimizer (theory) and from the optimum."""
+    """The last model of a long run: its distance from the surrogate's minimizer (theory) and from the optimum."""
     alg = fedavg(toy_loss, client_lr=rate, steps=steps, batch_size=None, weighting="uniform")
     with jax.enable_x64(True):
         end = np.asarray(simulate(alg, jnp.asarray(START), split, rounds=rounds, devices=1).params)
@@ -100,7 +100,7 @@ def _check_drift(split: Split) -> tuple[Finding, str]:
     smoothness = float(np.linalg.eigvalsh(hessians)[:, -1].max())
     rate = 0.25 / smoothness
     slow = _trace(split, rate)
-    # Over the whole plane the clients' gradients differ without bound, so zeta is taken over the iterates.
+    # Over the whole plane the differences of the clients' gradients are unbounded, so zeta is taken over the iterates.
     seen = slow.iterates.reshape(-1, 2)
     gradients = np.einsum("iab,nb->ina", hessians, seen) - linear[:, None]
     zeta = float(np.linalg.norm(gradients - gradients.mean(0), axis=-1).max())
@@ -112,7 +112,7 @@ def _check_drift(split: Split) -> tuple[Finding, str]:
 
 
 def _check_ends(job: Job, split: Split) -> tuple[list[Finding], list[float]]:
-    """Long runs end at the surrogate's minimizer; the further from the optimum, the more local steps."""
+    """Long runs end at the surrogate's minimizer; with more local steps it is further from the optimum."""
     findings, misses = [], []
     for tau in (1, 4, 16) if job.full else (4,):
         stop, miss = _misses(split, rate=RATE, steps=tau, rounds=400)

@@ -80,7 +80,7 @@ def _simulated(job: Job, setting: Setting, best: np.ndarray) -> dict[str, tuple[
 def _check_floors(
     curves: Mapping[str, tuple[np.ndarray, np.ndarray]], stops: Mapping[str, np.ndarray], H: np.ndarray
 ) -> list[Finding]:
-    """Where each method ends, against its fixed point computed by hand."""
+    """The last model of each method, against its fixed point computed by hand."""
     start = float(curves["FedSplit"][1][0])
     findings = []
     for name, (_, gaps) in curves.items():

@@ -15,7 +15,7 @@ from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job
 from fedbraid.reproduce.fedsplit._trace import PAPER, draw, trace
 from fedbraid.theory import logistic_clients, rounds_until
 
-ACCURACY = 1e-6  # in the paper, e = 10 tracks the exact prox below this gap
+ACCURACY = 1e-6  # in the paper, e = 10 follows the exact prox to below this gap
 
 
 class Constants(NamedTuple):
@@ -150,7 +150,7 @@ def _check_split(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> list[Fi
 
 
 def _check_others(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> list[Finding]:
-    """Few gradient steps leave a floor, and FedGD is slower."""
+    """Few gradient steps leave an error floor, and FedGD is slower."""
     floors = {name: float(gaps[-1]) for name, (_, gaps) in curves.items()}
     at, exact = curves["FedSplit, exact"]
     when = int(at[rounds_until(exact, 1e-3) or -1])
@@ -177,7 +177,7 @@ def _check_others(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> list[F
 
 
 def _check_theorems_step(job: Job, problem: Problem) -> tuple[Finding, tuple[str, ...]]:
-    """Theorem 1's s = 1 / sqrt(l* L*) in place of 1 / L*: where ten local steps end, by where they begin."""
+    """Theorem 1's s = 1 / sqrt(l* L*) instead of 1 / L*: the final gap with ten local steps, by starting point."""
     known, ends = problem.known, {}
     step = 1 / (known.strong_convexity * known.smoothness) ** 0.5
     for begin in ("point", "server"):

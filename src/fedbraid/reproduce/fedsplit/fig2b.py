@@ -96,7 +96,7 @@ def _lowest(cost: Any, start: np.ndarray, *, steps: int) -> float:
 
 
 def _follow(job: Job, problem: Problem, smoothness: float) -> tuple[dict[str, Curve], Curve]:
-    """The curves of all methods, and FedGD's over several times as many rounds."""
+    """The curves of all methods, and that of FedGD over more rounds."""
     model = problem.model()
     start = model.init(jax.random.key(0))
 

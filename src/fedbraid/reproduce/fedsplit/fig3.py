@@ -37,7 +37,7 @@ def _promised(fed: QuadraticFederation) -> int:
 
 
 def _simulated(name: str, problem: LeastSquares, *, rounds: int) -> int:
-    """The count from a run of the simulator."""
+    """The number of rounds in a run of the simulator."""
     fed = problem.federation()
     best, H = fed.minimizer, fed.hessian * fed.num_clients
 

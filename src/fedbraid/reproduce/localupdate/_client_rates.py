@@ -48,8 +48,8 @@ def compare_fixed(
 ) -> Evidence:
     """All client rates at the one server rate, over the rest of a grid (see ``run_grid``).
 
-    small_wins: whether the paper says of this task that smaller client rates end lower. Of all tasks it says that the
-    client rate changes the speed and the final loss.
+    small_wins: whether the paper says for this task that smaller client rates end at a lower loss. For all tasks it
+    says that the client rate changes the speed and the final loss.
     """
     data = task.load(job, on_train=True)
     fixed = {"gammas": gammas, "rates": (FIXED,), "rounds": rounds, "every": every}
@@ -122,8 +122,8 @@ def compare_tuned(
 ) -> Evidence:
     """All client rates, each at its best server rate, over a grid (see ``run_grid``).
 
-    last: the mean loss over the last so many rounds chooses the server rate.
-    late: evaluate every so many of these last rounds, in addition to every ``every``-th round.
+    last: number of last rounds; the mean loss over them chooses the server rate.
+    late: evaluate every ``late``-th of these last rounds, in addition to every ``every``-th round.
     small_wins: as above.
     """
     data = task.load(job, on_train=True)

@@ -14,7 +14,7 @@ from fedbraid.reproduce.mime.table2_shakespeare import rhymes
 GRADIENTS = Task("bars", {"name": "emnist_cnn", "dropout": False}, {"batch_size": None, **EQUAL_WEIGHTS})
 SIDE = 6  # the smallest image for two valid convolutions and a pooling layer
 CLASSES = 4
-SKEW = 0.7  # share of images that are surely of the client's own class
+SKEW = 0.7  # share of images that always have the client's own class
 
 
 def bars(*, clients: int = 8, size: int = 8) -> FederatedData:
@@ -40,12 +40,12 @@ def bars(*, clients: int = 8, size: int = 8) -> FederatedData:
 
 
 def verses() -> FederatedData:
-    """Eight lines a client, none padded, evaluated on the text that is trained on."""
+    """Eight lines per client, without padding, evaluated on the training text."""
     data = rhymes(size=8)
     return replace(data, test=data.train)
 
 
 def small_lstm(batch_size: int) -> Task:
-    """Two layers, as the paper's, for ``verses``."""
+    """Two layers, as in the paper, for ``verses``."""
     model = {"name": "char_lstm", "layers": 2, "hidden": 8, "embed": 4}
     return Task("verses", model, {"batch_size": batch_size, **EQUAL_WEIGHTS})

@@ -12,7 +12,7 @@ from fedbraid.theory import Frontier, random_spectrum, server_optimizer, simulat
 from fedbraid.theory.frontier import Momentum
 
 PAPER = "Charles and Konecny, Convergence and Accuracy Trade-Offs in Federated Learning and Meta-Learning, AISTATS 2021"
-PLOTTED = 0.005  # two curves closer than this are one curve in a printed figure
+PLOTTED = 0.005  # two curves closer than this look like one curve in a printed figure
 
 
 class Measured(NamedTuple):

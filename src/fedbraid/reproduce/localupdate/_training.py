@@ -86,8 +86,8 @@ def run_grid(
 ) -> dict[str, Any]:
     """LocalUpdate with Theta_{1:K} at every client rate gamma and server rate eta, as one program.
 
-    ``marks`` are rounds to evaluate after, in addition to every ``every``-th. Unfinished runs are saved every ``piece``
-    rounds.
+    ``marks`` are rounds after which to evaluate, in addition to every ``every``-th round. Unfinished runs are saved
+    every ``piece`` rounds.
     """
     config = parse(
         {

@@ -21,7 +21,7 @@ def _apart(a: Frontier, b: Frontier) -> float:
 
 
 def run(job: Job) -> Evidence:
-    # one matrix for all K and alpha, so that alpha is all that differs
+    # one matrix for all K and alpha, so that only alpha differs
     grid = np.unique(np.geomspace(1, 5000, 600).round().astype(int))
     maml = [
         simulated_frontier(mu=1.0, smoothness=L, dim=100, alpha=a, values=grid, gamma=GAMMA, resample=False)

@@ -1,4 +1,4 @@
-"""Figure 12: the client rate decides how fast training is, and where it ends."""
+"""Figure 12: the client rate determines the speed of training and the final loss."""
 
 from __future__ import annotations
 

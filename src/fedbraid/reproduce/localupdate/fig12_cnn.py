@@ -17,7 +17,7 @@ def full(job: Job) -> Evidence:
 
 
 def quick(job: Job) -> Evidence:
-    """Full batches, no dropout: with gamma = 0 the K gradients of a client are equal, so it sends K times one."""
+    """Full batches, no dropout: with gamma = 0 the K gradients of a client are equal, so it sends K times the first."""
     data, steps, eta = bars(), 4, 0.05
     small = {
         "task": GRADIENTS,

@@ -25,9 +25,9 @@ def _stepwise(alpha: float) -> float:
 
 
 def _simulated(alpha: float) -> tuple[float, float]:
-    """Two clients on a line in the simulator: distance to the predicted end, and distance to x* over 2 C Delta.
+    """Two clients in one dimension, simulated: distance to the predicted limit, and distance to x* over 2 C Delta.
 
-    On a line the paper's Lemma 5 has the constant 2 C, C = 1 here.
+    In one dimension the paper's Lemma 5 has the constant 2 C, C = 1 here.
     """
     import jax
     import jax.numpy as jnp

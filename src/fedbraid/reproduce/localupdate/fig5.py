@@ -25,7 +25,7 @@ L, GAMMA = 10.0, 0.001
 
 
 def _stepwise() -> float:
-    """The frontier's points from 5 x 5 matrices, against Algorithm 2 on those matrices; beyond Lemma 4 too."""
+    """The frontier's points from 5 x 5 matrices, against Algorithm 2 on those matrices; also beyond Lemma 4."""
     worst = 0.0
     for steps in (1, 100, 250, 700, 1500):
         said = simulated_frontier(mu=1.0, smoothness=L, dim=5, values=[steps], seed=3)

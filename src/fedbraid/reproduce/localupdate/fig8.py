@@ -16,7 +16,7 @@ L = 10.0
 def _roundness(frontier: Frontier) -> float:
     """Beyond the cusp: the mean of rho on the chord minus rho on the curve.
 
-    It is positive where the region to the right of the curve is convex, negative where it is not.
+    It is positive if the region to the right of the curve is convex, and negative otherwise.
     """
     first = int(np.argmin(frontier.rho))
     rho, delta = frontier.rho[first:], frontier.delta[first:]

@@ -56,7 +56,7 @@ def final(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 
 
 def rates_note(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Which rate each method is shown at."""
+    """The learning rate at which each method is shown."""
     chosen = []
     for name, result in results.items():
         at, accuracy = best(result, last=LAST)

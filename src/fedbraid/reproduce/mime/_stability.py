@@ -28,7 +28,7 @@ def run_grid(
 
 
 def tuned(result: Mapping[str, Any], keys: Sequence[str]) -> dict[tuple[float, ...], float]:
-    """The best accuracy in percent for each value of some keys; 0 where every point diverged.
+    """The best accuracy in percent for each value of some keys; 0 if every point diverged.
 
     >>> points = [{"algorithm.a": 1.0, "algorithm.b": b} for b in (1.0, 2.0)]
     >>> result = {"points": points, "rounds": [1], "test_accuracy": [[0.25], [0.5]], "diverged": [False, False]}

@@ -26,7 +26,7 @@ BETA, B1, B2, EPS, INITIAL = 0.9, 0.9, 0.99, 1e-7, 0.1
 
 
 class Way(NamedTuple):
-    """One of the twelve: the algorithm, its options, its clients per round (Table 4), and a replacement to run."""
+    """One of the twelve: the algorithm, its options, its clients per round (Table 4), and what to run instead."""
 
     algorithm: str
     options: Mapping[str, Any]
@@ -166,7 +166,7 @@ def notes(results: Mapping[str, Mapping[str, Any]], last: int) -> tuple[str, ...
     rates = ", ".join(f"{name} {rate_of(result, last):.3g}" for name, result in results.items())
     lost = {name: sum(result["diverged"]) for name, result in results.items()}
     diverged = ", ".join(f"{name} {n} of {len(results[name]['points'])}" for name, n in lost.items() if n)
-    spent = sum({id(result): result["seconds"] for result in results.values()}.values())  # two names may share one
+    spent = sum({id(result): result["seconds"] for result in results.values()}.values())  # names may share a result
     return (
         f"Best client rates: {rates}.",
         f"Diverged points (a model that is not finite, or a round of which every upload was refused): "
@@ -178,7 +178,7 @@ def notes(results: Mapping[str, Mapping[str, Any]], last: int) -> tuple[str, ...
 def draw(
     results: Mapping[str, Mapping[str, Any]], paper: Mapping[str, float], last: int, *, margin: float, title: str
 ) -> Figure:
-    """Ours beside the paper's, and accuracy over client rates."""
+    """Our accuracies next to the paper's, and accuracy over client rates."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 

@@ -36,7 +36,7 @@ PRINTED_PL: Mapping[str, Callable[..., float]] = {
     "server_lower_bound": lambda e, G, S, **_: G**2 / (S * e),
 }
 USUAL = {"L": 10.0, "G": 1.0, "S": 16.0, "N": 3400.0, "d": 0.1, "v": 0.5, "e": 1e-3}
-# of the leading term, as epsilon goes to 0: exponents of epsilon and of S
+# exponents of epsilon and of S in the leading term, as epsilon goes to 0
 EXPONENTS = {
     "scaffold": (-1.0, -2 / 3),
     "server_sgd": (-2.0, -1.0),
@@ -85,7 +85,7 @@ def _apart(seed: int = 0, draws: int = 200) -> float:
 
 
 def _crossing(name: str, **fixed: float) -> float:
-    """delta / L below which a method's rounds fall under the lower bound of all server-only methods."""
+    """The delta / L below which a method needs fewer rounds than the lower bound of all server-only methods."""
     low, high = 1e-6, 1e2
     for _ in range(200):
         mid = math.sqrt(low * high)

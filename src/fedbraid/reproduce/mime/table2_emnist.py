@@ -36,7 +36,7 @@ def full(job: Job) -> Evidence:
 def quick(job: Job) -> Evidence:
     data, model = load("digits", clients=24), {"name": "softmax_regression"}
     once = {"model": model, "rounds": 1, "every": 1, "rates": (0.1, 0.03), "work": job.work, "tell": job.tell}
-    # the first step of AdaGrad from 0.1 divides by sqrt(0.1): so does a server rate
+    # the first step of AdaGrad from 0.1 divides by sqrt(0.1): a server rate of 1 / sqrt(0.1) does the same
     ada = run_method("FedAvgAdagrad", data, **once)
     avg = run_method("FedAvgSGD", data, overrides={"server_lr": 1 / math.sqrt(0.1)}, **once)
     adam = run_method("MimeAdam", data, **{**once, "rounds": 20, "every": 20, "rates": (0.01, 0.001)})

@@ -1,4 +1,4 @@
-"""Table 2, Shakespeare: twelve methods at equal communication on the next character."""
+"""Table 2, Shakespeare: twelve methods at equal communication, predicting the next character."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def judge(results: Mapping[str, Mapping[str, Any]]) -> Evidence:
 
 
 def _beaten(name: str, ours: dict[str, float]) -> float:
-    """The accuracy of the next worst method minus this one's."""
+    """The accuracy of the worst other method minus that of this method."""
     own = ours[name] if math.isfinite(ours[name]) else 0.0
     return min(value for other, value in ours.items() if other != name and math.isfinite(value)) - own
 

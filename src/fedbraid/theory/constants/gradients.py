@@ -86,7 +86,7 @@ def _batch_sums(flat_loss: Callable, together: int) -> Callable:
 def dissimilarity(
     found: ClientGradients, sample: Sample, rng: np.random.Generator
 ) -> tuple[dict[str, Estimate], list[str]]:
-    """Loss, squared gradient norm, sigma^2, G^2, B^2 and zeta of the population; notes on what is not determined."""
+    """Loss, squared gradient norm, sigma^2, G^2, B^2 and zeta of the population; notes on undetermined values."""
     w, gradients, m = sample.weights, found.gradients, len(sample.ids)
     mean = np.einsum("i,ia->a", w, gradients, dtype=np.float64)
     apart = np.array([float(np.sum((g - mean) ** 2)) for g in gradients])
