@@ -1,8 +1,8 @@
-"""One training step of the EMNIST CNN, with its convolutions done in different ways.
+"""One training step of the EMNIST CNN, with different implementations of its convolutions.
 
-On a CPU every core trains one client, steps in a loop, as the simulator does there; on an accelerator all clients
-train at once under ``vmap``. The machine may be shared: every way runs in turn and the best time counts, so compare
-within one run.
+On a CPU every core trains one client, with steps in a loop, as the simulator does there. On an accelerator all clients
+train at once under ``vmap``. The machine may be shared: the implementations run in turn and the best time of each
+counts, so compare within one run.
 
     python benchmarks/conv.py [--clients N] [--steps N] [--batch N] [--ways fedbraid,im2col,xla] [--json]
 """
@@ -33,7 +33,7 @@ def im2col_conv(x, w):
 
 
 def plain_cnn(conv):
-    """The same network as one writes it without this library, dropout by ``jax.random.bernoulli``."""
+    """The same network written without this library, with dropout by ``jax.random.bernoulli``."""
 
     def drop(x, rate, key):
         return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0)
@@ -75,7 +75,7 @@ def train(loss, steps, batch):
 
 
 def compiled(loss, args):
-    """The round as a call without arguments: clients on host devices of their own, or all on the accelerator."""
+    """The round as a call without arguments: each client on its own host device, or all on the accelerator."""
     rng = np.random.default_rng(0)
     rows = args.steps * args.batch
     data = {
@@ -103,7 +103,7 @@ def compiled(loss, args):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--clients", type=int, help="at once; default: one a core, or 100 on an accelerator")
+    parser.add_argument("--clients", type=int, help="clients at once; default: one per core, or 100 on an accelerator")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--batch", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=10)
@@ -114,7 +114,7 @@ def main() -> None:
     args.clients = args.clients or (os.cpu_count() if jax.default_backend() == "cpu" else 100)
     runs = {way: compiled(WAYS[way], args) for way in args.ways.split(",")}
     best = dict.fromkeys(runs, float("inf"))
-    for _ in range(args.repeats + 1):  # the first warms up and seldom is the best
+    for _ in range(args.repeats + 1):  # the first is the warm-up
         for way, run in runs.items():
             begin = time.perf_counter()
             run()

@@ -1,11 +1,11 @@
-"""How fast is the store? A StackOverflow-shaped set is written in a stream, opened, and sampled cohort by cohort.
+"""The speed of the store: writes a StackOverflow-shaped set in a stream, opens it, and samples cohorts.
 
     python benchmarks/data.py                                # 342,477 clients, 20 million sentences, 1.6 GB on disk
-    python benchmarks/data.py --examples 135818730           # as many as the real set, 10.9 GB
+    python benchmarks/data.py --examples 135818730           # the size of the real set, 10.9 GB
     python benchmarks/data.py --clients 2000 --examples 100000 --rounds 50    # a few seconds
 
 Prints one table, or one JSON object with --json: seconds and rate of writing, seconds to open and verify, cohorts and
-bytes gathered a second with and without the prefetch thread, and the largest memory the process had.
+bytes gathered per second with and without the prefetch thread, and the peak memory of the process.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Seconds that one message phase takes: this library beside Flower's own FedAvg, on the same nodes, model and data.
+"""Seconds of one message phase: this library and Flower's own FedAvg, on the same nodes, model and data.
 
-Starts a SuperLink and SuperNodes on this machine and runs both apps in turn on them. A phase begins when the orders
-leave the ServerApp and ends when all replies are there. Flower's app is what its documentation shows: a ClientApp that
-trains with plain JAX (the compiled step cached on disk too, which favours neither), the strategy FedAvg on the server.
-Also measured: what a node's process spends on one order when the compilation cache is empty, and when it is warm.
+Starts a SuperLink and SuperNodes on this machine and runs both apps in turn on them. A phase begins when the ServerApp
+sends the orders and ends when all replies have arrived. Flower's app follows its documentation: a ClientApp that trains
+with plain JAX, and the strategy FedAvg on the server. Both apps cache their compiled steps on disk. The benchmark also
+measures the processor time of a node's process for one order, with an empty and with a warm compilation cache.
 
     python benchmarks/deploy.py [--nodes 3] [--rounds 5] [--repeats 2] [--hidden 64] [--json]
 """
@@ -26,7 +26,7 @@ from fedbraid.experiment.runfolder import read_metrics
 from fedbraid.flower.launch import Rehearsal, run_app
 from fedbraid.flower.project import write_app
 
-RATIO = 1.2  # what the comparison must not exceed
+RATIO = 1.2  # the largest allowed ratio of the medians
 
 PEER = """\
 [project]
@@ -166,7 +166,7 @@ def write_peer(folder: Path, sizes: list[int], nodes: int) -> None:
 
 
 def node_seconds(app: Path, data: Path, cache: Path) -> tuple[float, float]:
-    """Processor seconds of one node process: until the order is at hand, and for the work on it."""
+    """Processor seconds of one node process: until it has the order, and for the order."""
     command = [sys.executable, "-W", "ignore", "-c", ONE_ORDER, str(app), str(data), str(cache)]
     start, work = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-2:]
     return float(start), float(work)

@@ -1,9 +1,9 @@
-"""Every algorithm with its defaults on the embedded digits: what a new user gets.
+"""Every algorithm with its defaults on the embedded digits: the results that a new user gets.
 
     python benchmarks/digits.py [--rounds 200] [--seeds 1] [--only NAME ...] [--json]
 
-Fifty clients, Dirichlet(0.3) labels, cohort 10, the two-layer MLP: the configuration of a bare `fedbraid run`, with
-nothing but `algorithm.name` set. Prints the final test accuracy and the bytes of a client's round in models.
+Fifty clients, Dirichlet(0.3) labels, cohort 10, the two-layer MLP: the default configuration of `fedbraid run`, with
+only `algorithm.name` set. Prints the final test accuracy, and the bytes of a client's round as a multiple of the model.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python benchmarks/everything.py [--out runs/benchmarks] [--peers DIR] [--scripts DIR] [--repeats 3] [--skip scale]
 
-Runs `speed.py` (seconds a round beside peers), `sweep.py` (nine rates beside one) and `scale.py` (growth with cohort
-and population), one after the other, and writes ``benchmarks.json``, ``benchmarks.md`` and ``benchmarks.png`` into the
-folder. A part that is done is not done again: delete its file there to repeat it. On a GPU run `gpu.py` as well.
+Runs `speed.py` (seconds a round, compared with peers), `sweep.py` (nine learning rates, compared with one) and
+`scale.py` (growth with cohort and population), one after the other. Writes ``benchmarks.json``, ``benchmarks.md`` and
+``benchmarks.png`` into the folder. Parts whose file exists are skipped: delete a file to repeat its part. On a GPU run
+`gpu.py`, too.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ def tables(report: dict) -> str:
     """The tables as Markdown."""
     lines = [f"Machine: {report['speed']['machine']}.", ""]
     names = sorted({name for found in report["speed"]["workloads"].values() for name in found["median"]} - {"fedbraid"})
-    lines += [f"| seconds a round (times ours) | fedbraid | {' | '.join(names)} |", f"|{' --- |' * (len(names) + 2)}"]
+    lines += [f"| seconds a round (ratio) | fedbraid | {' | '.join(names)} |", f"|{' --- |' * (len(names) + 2)}"]
     for workload, found in report["speed"]["workloads"].items():
         cells = [
             f"{found['median'][name]:.4g} ({found['times_ours'][name]:.2f}x)" if name in found["median"] else ""
             for name in names
         ]
         lines.append(f"| {workload} | **{found['median']['fedbraid']:.4g}** | {' | '.join(cells)} |")
-    lines += ["", "| ours | compile, s | peak memory, MB | share of products | share of bandwidth | imbalance |"]
+    lines += ["", "| fedbraid | compile, s | peak memory, MB | share of products | share of bandwidth | imbalance |"]
     lines.append(f"|{' --- |' * 6}")
     for workload, found in report["speed"]["workloads"].items():
         one = found["ours"]
@@ -76,7 +77,7 @@ def draw(report: dict, path: Path) -> None:
     axis.invert_yaxis()
     axis.margins(x=0.12)
     axis.axvline(1, color="0.4", lw=0.8)
-    axis.set_xlabel(f"time of a round in units of ours; {report['speed']['machine']}")
+    axis.set_xlabel(f"time of a round, relative to fedbraid; {report['speed']['machine']}")
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=100)
 

@@ -1,16 +1,17 @@
-"""Seconds per round on a GPU: lanes against one padded vmap, on ragged cohorts and in a sweep.
+"""Seconds per round on a GPU: lanes compared with one padded vmap, on ragged cohorts and in a sweep.
 
     python benchmarks/gpu.py [--json] [--only NAME ...]
 
-- cnn: the EMNIST CNN (1,206,590 parameters), 100 clients x 10 steps x batch 20, all of one size
+- cnn: the EMNIST CNN (1,206,590 parameters), 100 clients of equal size x 10 steps x batch 20
 - cnn-ragged: the same with log-normal client sizes (sigma 0.6) of mean 200, cohort 100
 - lstm: the one-layer character LSTM (256 units), 20 clients x 3 steps x batch 10 x 80 characters
-- lstm-sweep: nine client rates at once, cohort 20, sizes as in Shakespeare (1 to 1,003 sequences, median 17)
+- lstm-sweep: nine client learning rates at once, cohort 20, sizes as in Shakespeare (1 to 1,003 sequences, median 17)
 - pieces: the CNN's second convolution and its gradients for 100 clients, alone and with bias, ReLU and pool, and the
-  LSTM's 80 positions for 20, by the library's kernels and by XLA's operations
-- floors: copy bandwidth and matrix rate of the card, measured in the same run
+  LSTM's 80 positions for 20 clients, by the library's kernels and by XLA's operations
+- floors: copy bandwidth and rate of matrix products of the GPU, measured in the same run
 
-Times are medians over portions of rounds after the first, which compiles; the masked share is what a plan throws away.
+Times are medians over portions of rounds after the first, which compiles. The masked share is the share of steps whose
+results are discarded.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def texts(sizes) -> fb.Split:
 
 
 def seconds_per_round(make, split, *, rates=None, rounds, **options) -> dict:
-    """Median over portions; with ``rates`` all of them run together under vmap, timed as whole calls."""
+    """Median over portions. With ``rates``, all of them run together under vmap, and whole calls are timed."""
     if rates is not None:
         run = jax.jit(
             lambda r: jax.vmap(lambda lr: fb.simulate(make(lr), rounds=rounds, data=split, **options).params)(r)
@@ -89,7 +90,7 @@ def lstm(sizes, cohort, *, rates=None, rounds=60, compute="float32", **options) 
 
 
 def seconds(function, *arguments, repeats: int = 10) -> float:
-    """Of one call, compiled."""
+    """Seconds of one compiled call."""
     compiled = jax.jit(function)
     jax.block_until_ready(compiled(*arguments))
     began = time.perf_counter()
@@ -133,7 +134,7 @@ def convolution_pieces(clients: int = 100, images: int = 20, size: int = 26) -> 
 
 
 def layer_pieces(clients: int = 100, images: int = 20, size: int = 26) -> dict:
-    """A convolution with its bias, ReLU and pool: as one kernel with values in float32 and bfloat16, and in steps."""
+    """A convolution with bias, ReLU and pool: as one kernel (values in float32 and bfloat16), and as separate steps."""
     from fedbraid.lowering.kernels.activated import Geometry, convolve_relu_pool
     from fedbraid.lowering.operations import conv2d, max_pool
 
@@ -219,7 +220,7 @@ def measurements() -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--only", nargs="+", help="words; a measurement runs if its name has one of them")
+    parser.add_argument("--only", nargs="+", help="run only measurements whose name contains one of these words")
     options = parser.parse_args()
     report = {"device": str(jax.devices()[0]), "jax": jax.__version__}
     for name, measure in measurements().items():

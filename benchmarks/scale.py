@@ -1,17 +1,17 @@
-"""Memory and time as the population and the cohort grow.
+"""Memory and time for growing populations and cohorts.
 
     python benchmarks/scale.py [--out FOLDER] [--only stateless stateful cohort] [--small] [--data FOLDER]
 
 - *stateless*: FedAvg, 64 -> 10 softmax, cohorts of 100, four examples a client in a memory-mapped file (``data_in =
   host``), populations of 1,000 to 1,000,000.
-- *stateful*: SCAFFOLD with a model of 100,000 weights, cohorts of 20, populations of 1,000 to 100,000, whose control
-  variates in a dense array would take 0.4 to 40 GB, kept in a folder; with a checkpoint every five rounds.
+- *stateful*: SCAFFOLD with a model of 100,000 weights, cohorts of 20, populations of 1,000 to 100,000. The control
+  variates are stored in a folder (a dense array would take 0.4 to 40 GB), with a checkpoint every five rounds.
 - *cohort*: FedAvg, 784 -> 62 softmax, 20 to 180 examples a client, batches of 10, population 2,000, cohorts of 10 to
   1,000: one client per core, and in vmapped chunks of 32.
 
-Every line is a process of its own, so that its peak memory is its own. Seconds per round are those of the fastest of
-several stretches of rounds after compilation: a slow minute of a shared machine does not decide. Writes ``scale.json``
-and ``scale.png``.
+Every row is measured in a separate process, for its peak memory. Seconds per round are those of the fastest of several
+sequences of rounds after compilation, because other work on a shared machine can slow some of them down. Writes
+``scale.json`` and ``scale.png``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CHUNK = 32
 
 
 def examples(folder: Path, population: int, sizes: np.ndarray, width: int, classes: int):
-    """Made-up examples in memory-mapped files, written once."""
+    """Synthetic examples in memory-mapped files, written once."""
     from fedbraid import Split
 
     offsets = np.concatenate([[0], np.cumsum(sizes)])
@@ -68,7 +68,7 @@ def softmax(width: int, classes: int):
 
 
 def wide(params, batch, key):
-    """A model of many weights and little work: what is measured is the room of its states."""
+    """A model with many weights and little computation, to measure the memory of client states."""
     import jax.numpy as jnp
 
     towards = jnp.sum(batch["x"].astype(jnp.float32) * batch["mask"][:, None]) / 255
@@ -76,7 +76,7 @@ def wide(params, batch, key):
 
 
 def one(kind: str, options: dict, data: Path) -> dict:
-    """One line, in this process."""
+    """Measure one row in this process."""
     import fedbraid as fb
 
     devices = fb.use_cores()
@@ -105,7 +105,7 @@ def one(kind: str, options: dict, data: Path) -> dict:
             loss, params = softmax(784, 62)
             alg, more = fb.fedavg(loss, client_lr=0.1, batch_size=10), {"plan": options["plan"], "chunk": CHUNK}
         stamps: list[tuple[int, float]] = []
-        warnings.simplefilter("ignore", UserWarning)  # that states are hardly used: here they are to take room
+        warnings.simplefilter("ignore", UserWarning)  # the warning that few states are used
         run = simulate(
             alg,
             params,
@@ -132,14 +132,14 @@ def one(kind: str, options: dict, data: Path) -> dict:
 
 
 def fastest(stamps: list[tuple[int, float]], stretches: int = 4) -> float:
-    """Seconds per round of the fastest stretch; the first two looks compile."""
+    """Seconds per round of the fastest sequence of rounds; the first two time stamps include compilation."""
     rounds, seconds = np.array(stamps[1:]).T
     cuts = np.unique(np.linspace(0, len(rounds) - 1, min(stretches, len(rounds) - 1) + 1).round().astype(int))
     return float(np.min(np.diff(seconds[cuts]) / np.diff(rounds[cuts])))
 
 
 def report(rows: list[dict]) -> dict:
-    """What the rows say: how memory grows with the population, and how far time is from a line."""
+    """How memory grows with the population, and how far time is from linear growth."""
     found = {}
     for kind in ("stateless", "stateful"):
         own = [row for row in rows if row["kind"] == kind]
@@ -150,7 +150,7 @@ def report(rows: list[dict]) -> dict:
         if plan == "chunks":  # a smaller cohort has smaller chunks: another program
             own = [row for row in own if row["cohort"] >= CHUNK * row["devices"]]
         if len(own) > 1:
-            # by local steps: which clients are drawn, hence how much work there is, differs from cohort to cohort
+            # per local step, because cohorts have different clients and so different amounts of work
             steps, seconds = np.array([[row["steps_per_round"], row["seconds_per_round"]] for row in own]).T
             a, b = np.linalg.lstsq(np.stack([steps, np.ones_like(steps)], 1) / seconds[:, None], np.ones(len(own)))[0]
             beyond = [row["peak_memory"] for row in own if row["cohort"] > CHUNK]
@@ -199,7 +199,7 @@ def draw(rows: list[dict], path: Path) -> None:
             steps = np.array([row["cohort"] for row in lines["sequential"]])
             first = lines["sequential"][-1]
             line = steps * first["seconds_per_round"] / first["cohort"]
-            axes[1, column].plot(steps, line, color=COLOURS[6], ls="--", label="in proportion")
+            axes[1, column].plot(steps, line, color=COLOURS[6], ls="--", label="proportional")
             axes[1, column].set_yscale("log")
         for axis, what in zip(axes[:, column], ("peak memory, GB", "seconds per round"), strict=True):
             axis.set_xscale("log")
@@ -211,7 +211,7 @@ def draw(rows: list[dict], path: Path) -> None:
         memory, time_ = axes[:, column]
         if kind == "cohort":
             memory.set_ylim(0, 2 * max(row["peak_memory"] for row in own) / 1e9)
-        else:  # what is kept spans decades; what it takes does not
+        else:  # the stored bytes span several decades, the peak memory does not
             memory.set_yscale("log")
             memory.set_ylim(top=20 * memory.get_ylim()[1])
             time_.set_ylim(0, 1.6 * max(row["seconds_per_round"] for row in own))
@@ -224,9 +224,9 @@ def draw(rows: list[dict], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/scale"))
-    parser.add_argument("--data", type=Path, help="folder for made-up data and states (default: a temporary one)")
+    parser.add_argument("--data", type=Path, help="folder for synthetic data and states (default: a temporary one)")
     parser.add_argument("--only", nargs="+", choices=list(SETS), default=list(SETS))
-    parser.add_argument("--small", action="store_true", help="the two smallest sizes of each alone")
+    parser.add_argument("--small", action="store_true", help="only the two smallest sizes of each")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:

@@ -1,4 +1,4 @@
-"""Seconds per round beside the peers, in one run on one machine.
+"""Seconds per round of this library and of its peers, in one run on one machine.
 
     python benchmarks/speed.py [--workloads emnist-logistic emnist-cnn ...] [--peers DIR] [--scripts DIR] [--json]
 
@@ -10,15 +10,16 @@ Workloads (`workloads.py`: synthetic data in the shapes of the papers' sets, one
 - shakespeare-lstm: embedding 8, LSTM 256, 80 characters; 10 clients a round, batch 10
 - cifar-resnet: ResNet-18 with group norm, 24 x 24 colour images; 2 clients a round, batch 20
 
-``--peers`` names a folder with one environment per peer (torch, pfl, fedjax, flwr). Scripts for the MLP and the LSTM
-are in ``peers/``; for W1 and W2 ``--scripts`` names the folder of the peers' own (bench_torch.py ...). Those that exist
-are run in turn with ours, each in its own process, ``--repeats`` times over, so that a slow minute of a shared machine
-falls on all alike. What counts is the ratio within one run. Cohorts are drawn alike but not the same, so times are
-scaled to the same number of local steps a round.
+``--peers`` is a folder with one environment per peer (torch, pfl, fedjax, flwr). Scripts for the MLP and the LSTM are
+in ``peers/``. For W1 and W2, ``--scripts`` is the folder of the peers' scripts (bench_torch.py ...). The scripts that
+exist run in turn with this library, each in its own process, ``--repeats`` times. So other work on a shared machine
+slows all of them down equally. Compare the ratios within one run. Cohorts are different samples of the same
+distribution, so times are scaled to the same number of local steps a round.
 
-Beside seconds: compile time, peak memory of the process, and two shares of what the machine could do, measured in the
-same process: of the rate of large matrix products, by the operations of XLA's own program for a step; and of the
-bandwidth of memory, by what a step must move at least (parameters and gradients, each both ways).
+The benchmark also reports compile time, peak memory of the process, and two shares of the machine's limits, which are
+measured in the same process. The first is the share of the rate of large matrix products; operations are counted in
+XLA's own program of a step. The second is the share of the memory bandwidth; a step must at least read and write its
+parameters and gradients.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from workloads import CLASSES, LENGTH, RATE, VOCABULARY, WORKLOADS, clients
 OWN = Path(__file__).parent / "peers"
 TORCHRUN = ["torchrun", "--standalone", "--nnodes=1", "--nproc_per_node=2"]
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-PEERS = {  # name: (environment, command after its bin folder, variables); of the scripts that others wrote
+PEERS = {  # name: (environment, command in its bin folder, environment variables), for scripts in --scripts
     "pfl, 2 processes": ("pfl", [*TORCHRUN, "bench_pfl.py", "{id}", "1"], ONE_THREAD),
     "PyTorch loop": ("torch", ["python", "bench_torch.py", "{id}"], {}),
     "FedJAX jit": ("fedjax", ["python", "bench_fedjax.py", "{id}", "jit"], {}),
     "Flower on Ray": ("flwr", ["python", "bench_flwr.py", "{id}"], {}),
 }
-OWN_PEERS = {  # the same for ours
+OWN_PEERS = {  # the same for the scripts in peers/
     "PyTorch, 2 processes": ("torch", [*TORCHRUN, "torch_loop.py", "{name}"], ONE_THREAD),
     "PyTorch loop": ("torch", ["python", "torch_loop.py", "{name}"], {}),
     "FedJAX jit": ("fedjax", ["python", "fedjax_jit.py", "{name}"], {}),
@@ -66,7 +67,7 @@ def model_of(workload: str):
 
 
 def ours(workload: str, devices: int | None) -> dict:
-    """Seconds per round of our engine, compiled before the clock starts; the host looks in now and then."""
+    """Seconds per round of this library: from the first progress callback, after compilation, to the last."""
     import jax
 
     import fedbraid as fb
@@ -92,7 +93,7 @@ def ours(workload: str, devices: int | None) -> dict:
     seconds = (last - first) / (rounds - done) * spec["steps"] / steps
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     flops, moved = step_cost(model, params, split, spec["batch"])
-    if workload == "shakespeare-lstm":  # XLA counts the body of a loop once: two products a position, thrice
+    if workload == "shakespeare-lstm":  # XLA counts a loop's body once: 3 x 2 products per position
         flops = 3.0 * 2 * spec["batch"] * LENGTH * ((8 + 256) * 1024 + 256 * VOCABULARY)
     peak, bandwidth = machine()
     return {
@@ -111,7 +112,7 @@ def ours(workload: str, devices: int | None) -> dict:
 
 
 def step_cost(model, params, split, batch: int) -> tuple[float, float]:
-    """Operations of one local step by XLA's count, and bytes of parameters and gradients that it must move."""
+    """Operations of one local step as XLA counts them, and bytes of parameters and gradients that it must move."""
     import jax
     import numpy as np
 
@@ -122,7 +123,7 @@ def step_cost(model, params, split, batch: int) -> tuple[float, float]:
 
 
 def machine() -> tuple[float, float]:
-    """Operations a second of large products and bytes a second of copies, with all host devices at work."""
+    """Operations per second of large products and bytes per second of copies, on all host devices at once."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -145,7 +146,7 @@ def machine() -> tuple[float, float]:
 
 
 def peers_of(workload: str, scripts: Path | None) -> list[tuple[str, Path]]:
-    """Names of the peers that have a script for a workload, and where it lies."""
+    """Names of the peers that have a script for a workload, and the folder of the script."""
     if workload in WITH_OWN:
         return [(name, OWN) for name in OWN_PEERS]
     if scripts is None or "id" not in WORKLOADS[workload]:
@@ -154,7 +155,7 @@ def peers_of(workload: str, scripts: Path | None) -> list[tuple[str, Path]]:
 
 
 def peer(name: str, workload: str, environments: Path, scripts: Path) -> float | None:
-    """Seconds per round of a peer after its first, for as many local steps as ours; None if it cannot run."""
+    """Seconds per round of a peer after its first, scaled to the same number of local steps; None if it cannot run."""
     environment, command, extra = (OWN_PEERS if workload in WITH_OWN else PEERS)[name]
     folder = environments.absolute() / environment / "bin"
     if not folder.is_dir():
@@ -187,9 +188,9 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     parser.add_argument("--peers", type=Path, default=Path(".peers"), help="folder of the peers' environments")
     parser.add_argument("--scripts", type=Path, help="folder of the peers' scripts for the other workloads")
-    parser.add_argument("--against", nargs="+", help="words; a peer runs if its name has one of them")
+    parser.add_argument("--against", nargs="+", help="run only peers whose name contains one of these words")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--devices", type=int, help="host devices for ours (default: one per core)")
+    parser.add_argument("--devices", type=int, help="host devices for fedbraid (default: one per core)")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only-ours", choices=list(WORKLOADS), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -219,7 +220,7 @@ def main() -> None:
         return
     print(report["machine"])
     for workload, found in report["workloads"].items():
-        print(f"\n{workload}\n{'':24}{'s / round':>12}{'times ours':>12}")
+        print(f"\n{workload}\n{'':24}{'s / round':>12}{'ratio':>12}")
         for name, median in sorted(found["median"].items(), key=lambda item: item[1]):
             print(f"{name:24}{median:12.4f}{found['times_ours'][name]:12.2f}")
 

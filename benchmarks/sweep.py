@@ -1,17 +1,17 @@
-"""What a sweep over nine rates costs, beside one run and beside a loop over nine runs.
+"""The cost of a sweep over nine learning rates, compared with one run and with a loop over nine runs.
 
     python benchmarks/sweep.py [--models softmax mlp] [--rounds 200] [--repeats 3] [--no-commands] [--json]
 
-Two costs are told apart:
+Two costs are measured:
 
 - *command*: `fedbraid run` and `fedbraid sweep --over algorithm.client_lr=logspace(-4,0,9)` as a user types them, from
   the start of the process to its end: imports, data, compilation, rounds, evaluation, files. A loop is nine such runs.
 - *rounds*: seconds per round with everything compiled, evaluation included. A loop is nine times one run.
 
 softmax and mlp are on the embedded digits (50 clients, cohorts of 10). lstm is next-character prediction with the LSTM
-of the Shakespeare task (embedding 8, one layer of 256) on made-up text with client sizes like those of that data; it
-is meant for an accelerator, and is measured by its rounds alone. Runs alternate and the fastest of each counts, so that
-a slow minute of a shared machine does not decide.
+of the Shakespeare task (embedding 8, one layer of 256) on synthetic text with client sizes like those of that data. It
+is meant for an accelerator, and only its rounds are measured. Runs alternate and the fastest of each counts, because
+other work on a shared machine can slow some of them down.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def made_up_text(seed: int = 0, clients: int = 200):
 
 
 def rounds(model: str, number: int, repeats: int, devices: int | None) -> dict:
-    """Seconds per round of one point and of nine, compiled, in turn."""
+    """Seconds per round of one point and of nine, without compilation; both run in turn."""
     import fedbraid as fb
 
     shown = fb.use_cores(devices)
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--devices", type=int, help="host devices (default: one per core)")
     parser.add_argument("--no-commands", action="store_true", help="rounds only")
-    parser.add_argument("--whole-loop", action="store_true", help="run the loop of nine commands instead of 9 x one")
+    parser.add_argument("--whole-loop", action="store_true", help="time nine commands, not 9 x one")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only-rounds", choices=list(MODELS), help=argparse.SUPPRESS)
     options = parser.parse_args()

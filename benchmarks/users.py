@@ -1,10 +1,10 @@
-"""A convolutional network as its user writes it with equinox, beside the library's own of the same shape.
+"""A convolutional network that a user writes with equinox, compared with the library's own of the same shape.
 
     python benchmarks/users.py [--clients N] [--steps N] [--batch N] [--rounds N] [--repeats N]
                                [--precision bfloat16] [--json]
 
 Both are trained by ``fedavg`` without dropout. ``differs`` is the largest difference of their parameters after one
-round from the same start, relative to the largest parameter's move. Portions of rounds of both run in turn, and the
+round from the same start, divided by the largest change of a parameter. Portions of rounds of both run in turn, and the
 best of each counts, so compare within one run.
 """
 
@@ -46,7 +46,7 @@ class Network(eqx.Module):
 
 
 def as_ours(network: Network) -> dict:
-    """The same weights as the library's network holds them: channels last."""
+    """The same weights in the layout of the library's network: channels last."""
     kernel = lambda conv: {"w": conv.weight.transpose(2, 3, 1, 0), "b": conv.bias.reshape(-1)}  # noqa: E731
     first = network.dense1.weight.reshape(128, 64, 12, 12).transpose(2, 3, 1, 0).reshape(-1, 128)
     return {

@@ -1,4 +1,4 @@
-"""The workloads that ours and the peers run, in NumPy alone: every environment can import this file."""
+"""The workloads of this library and of its peers. It needs only NumPy, so that every environment can import it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 import numpy as np
 
-# cohort: clients a round; batch; steps: local steps of a round, to which all times are scaled
+# cohort: clients per round; batch: examples per step; steps: local steps per round, to which all times are scaled
 WORKLOADS = {
     "emnist-logistic": {"id": "W2", "cohort": 20, "batch": 10, "rounds": 100, "steps": 411},
     "emnist-cnn": {"id": "W1", "cohort": 10, "batch": 20, "rounds": 12, "steps": 103},
@@ -19,7 +19,7 @@ CLIENTS, CLASSES, RATE, VOCABULARY, LENGTH = 200, 62, 0.05, 90, 80
 
 
 def clients(workload: str, seed: int = 0) -> list[dict[str, np.ndarray]]:
-    """Every client's examples; images as the scripts that come with other projects draw them."""
+    """Every client's examples; images are drawn as in the scripts of the peers."""
     rng = np.random.default_rng(seed)
     if workload == "shakespeare-lstm":
         sizes = np.maximum(1, np.round(rng.lognormal(np.log(28) - 0.18, 0.6, CLIENTS))).astype(int)
@@ -36,7 +36,7 @@ def clients(workload: str, seed: int = 0) -> list[dict[str, np.ndarray]]:
 
 
 def schedule(workload: str, count: int, seed: int = 1) -> list[list[int]]:
-    """The cohorts of a run: one round to warm up, then as many as are timed."""
+    """The cohorts of a run: one warm-up round, then the timed rounds."""
     rng = np.random.default_rng(seed)
     spec = WORKLOADS[workload]
     rounds = int(os.environ.get("BENCH_ROUNDS", spec["rounds"])) + 1
@@ -44,7 +44,7 @@ def schedule(workload: str, count: int, seed: int = 1) -> list[list[int]]:
 
 
 def report(workload: str, stamps: list[float], cohorts: list[list[int]], sizes: list[int]) -> None:
-    """What a peer's script prints: the clock at the end of every round, and the local steps in it."""
+    """Print the result of a peer's script: the time at the end of every round, and its number of local steps."""
     batch = WORKLOADS[workload]["batch"]
     works = [sum(-(-sizes[c] // batch) for c in cohort) for cohort in cohorts]
     print("JSON " + json.dumps({"stamps": stamps, "works": works}), flush=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import jax
 
-if not hasattr(jax, "tree_map"):  # FedJAX 0.0.17 asks current jax for it
+if not hasattr(jax, "tree_map"):  # FedJAX 0.0.17 needs it, and current jax has removed it
     jax.tree_map = jax.tree_util.tree_map
 import fedjax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""FedAvg by hand in PyTorch, clients one after the other; under torchrun, dealt out to the processes.
+"""FedAvg by hand in PyTorch, clients one after the other; under torchrun, clients are divided among the processes.
 
 python torch_loop.py WORKLOAD, or torchrun --nproc_per_node=2 torch_loop.py WORKLOAD
 """
@@ -54,7 +54,7 @@ stamps = []
 for cohort in cohorts:
     start = [p.detach().clone() for p in model.parameters()]
     total, weight = [torch.zeros_like(p) for p in start], 0
-    mine = sorted(cohort, key=lambda c: -len(data[c][1]))[rank::world]  # the largest first: about equal shares
+    mine = sorted(cohort, key=lambda c: -len(data[c][1]))[rank::world]  # largest first, for equal work
     for c in mine:
         with torch.no_grad():
             for p, w in zip(model.parameters(), start, strict=True):

@@ -1,4 +1,4 @@
-"""typer touches names that newer clicks deprecate, at import; import it once with that warning let through."""
+"""Import typer once without its warning: at import it uses names that newer versions of click deprecate."""
 
 import warnings
 

@@ -112,7 +112,7 @@ def test_natural_ids_and_hold_out():
 
 
 def test_torch_style_sets_and_tables():
-    class Items:  # what torch.utils.data.Dataset asks for
+    class Items:  # the interface of torch.utils.data.Dataset
         def __len__(self):
             return 120
 
@@ -127,7 +127,7 @@ def test_torch_style_sets_and_tables():
     assert natural.test.sizes.tolist() == [1, 0, 0]
     assert natural.aligned
 
-    class Face:  # a Hugging Face data set hands its rows out as a table
+    class Face:  # a Hugging Face data set returns its rows as a table
         def with_format(self, kind):
             assert kind == "arrow"
             return self

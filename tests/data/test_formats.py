@@ -1,4 +1,4 @@
-"""Every format on small files made here: what is in them arrives; damage is one line with file, client and field."""
+"""Every format on small files: imports keep the data; damage is a one-line error with file, client and field."""
 
 import gzip
 import io
@@ -33,7 +33,7 @@ def read(kind, paths, out, **options):
 
 
 def refused(words, kind, paths, out, **options):
-    """The import fails in one line, and leaves nothing."""
+    """The import fails with a one-line error, and writes no store."""
     before = set(out.parent.iterdir())
     with pytest.raises(ValueError, match=words) as error:
         read(kind, paths, out, **options)
@@ -239,7 +239,7 @@ def test_parsing_an_example():
     assert fields["label"].tolist() == [7, -2]
     assert fields["pixels"].tolist() == [0.5, 1.0]
     assert fields["word"] == [b"hi"]
-    # numbers may also come one by one instead of packed
+    # numbers may also be unpacked, one per field
     single = message((3, varint(1 << 3) + varint(300)))
     assert parse_example(message((1, message((1, message((1, b"n"), (2, single)))))))["n"].tolist() == [300]
     for cut in (blob[:-3], blob[:5], b"\x0f\x01"):
@@ -723,7 +723,7 @@ def test_npz_layouts(tmp_path):
     plain, _ = read("npz", tmp_path / "plain.npz", tmp_path / "p")
     assert plain.info["plain"]
     assert plain.test.num_examples == 2
-    for arrays, steps in (  # bytes of images, flat ones too, are divided by 255, and the store says so
+    for arrays, steps in (  # uint8 images, flat ones too, get the step scale
         ({"x": x[:, :5].reshape(6, -1), "y": y}, [{"name": "scale"}]),
         ({"x": x[:, :5].reshape(6, -1), "y": x[:, 5:10].reshape(6, -1).astype(np.float32)}, []),  # may be tokens
         ({"x": x[:, 0].astype(np.int32), "y": y}, []),
@@ -753,7 +753,7 @@ def test_npz_bad_files(tmp_path):
     refused(r"g\.npz: not a readable", "npz", cut, out)
 
 
-# ---------------------------------------------------------------- archives and the door
+# ---------------------------------------------------------------- archives and import_data
 
 
 @pytest.mark.parametrize("name", ["../evil.txt", "/tmp/evil.txt", "a/../../evil.txt", "..\\evil.txt"])

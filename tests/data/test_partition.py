@@ -1,4 +1,4 @@
-"""Partition laws: every row once, sizes as asked, seeds reproducible, distributions as the papers define them."""
+"""Laws of partitions: every row once, the given sizes, reproducible seeds, the distributions of the papers."""
 
 from collections import Counter
 from fractions import Fraction
@@ -93,7 +93,7 @@ def test_dirichlet_per_class_and_shards_use_every_row_once(labels, clients, seed
 def test_pachinko_is_a_partition_into_equal_clients(tree, per_label, alpha, seed):
     coarse_of = np.repeat(np.arange(len(tree)), tree)
     fine = np.repeat(np.arange(len(coarse_of)), per_label)
-    clients = per_label  # so that every client has as many rows as there are fine labels
+    clients = per_label  # so that rows per client = number of fine labels
     parts = p.pachinko(coarse_of[fine], fine, clients=clients, alpha=alpha, beta=10.0, seed=seed)
     assert once(parts, len(fine))
     assert {len(x) for x in parts} == {len(coarse_of)}
@@ -101,8 +101,8 @@ def test_pachinko_is_a_partition_into_equal_clients(tree, per_label, alpha, seed
 
 
 def exact_draws(weights, left, m):
-    """Distribution of the counts of m draws, one at a time, where a label that is used up is removed and the rest
-    renormalised: by enumeration, in fractions."""
+    """The exact distribution of the counts of m draws, by enumeration. Labels without rows left are removed, and the
+    rest is renormalised."""
     states = {tuple([0] * len(left)): Fraction(1)}
     for _ in range(m):
         fresh = Counter()
@@ -131,7 +131,7 @@ def test_drawing_with_removal_has_the_distribution_of_the_one_by_one_loop():
 
 
 def exact_pachinko(tree, left, m):
-    """The same for the two-stage draw with equal chances: coarse label first, then one of its fine labels."""
+    """The same for the two-stage draw with equal probabilities: coarse label first, then one of its fine labels."""
     states = {tuple([0] * len(left)): Fraction(1)}
     for _ in range(m):
         fresh = Counter()
@@ -165,12 +165,12 @@ def test_pachinko_renormalises_within_the_coarse_label_against_brute_force():
         assert abs(seen[counts] / runs - float(chance)) < spread, counts
     flat = exact_draws([Fraction(1, 4), Fraction(1, 4), Fraction(1, 2)], [1, 4, 3], 4)
     gap = max(abs(float(flat[c] - exact[c])) for c in exact)
-    assert gap > 0.05  # the test can tell the two-stage rule from a flat renormalisation
+    assert gap > 0.05  # the test can distinguish the two-stage rule from a flat renormalisation
 
 
 def test_pachinko_draws_both_levels_with_their_own_dirichlet():
     # Before any label is used up the counts of a client of size n are Dirichlet-multinomial, with factorial moments
-    # E[c_k (c_k - 1)] / (n (n - 1)) = (a + 1) / (K (K a + 1)): exact, so alpha and beta can be read off the counts.
+    # E[c_k (c_k - 1)] / (n (n - 1)) = (a + 1) / (K (K a + 1)). This is exact, so the counts determine alpha and beta.
     coarse, fine, n = np.repeat([0, 1, 2], 240), np.repeat(np.arange(6), 120), 40
     alpha, beta = 0.4, 1.5
     pairs, given = [], []
@@ -311,7 +311,7 @@ def test_a_dirichlet_that_cannot_be_met_ends_and_says_what_to_do():
     with pytest.raises(ValueError, match="larger alpha, fewer clients") as error:
         p.dirichlet(np.zeros(100, int), clients=50, alpha=0.01, min_size=2, retries=20)
     assert "20 draws" in str(error.value)
-    # the rule that fixes the sizes meets the same request
+    # per="client", which fixes the sizes, works with the same options
     parts = p.dirichlet(np.zeros(100, int), clients=50, alpha=0.01, min_size=2, per="client")
     assert {len(x) for x in parts} == {2}
 

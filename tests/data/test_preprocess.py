@@ -1,4 +1,4 @@
-"""Preprocessing against NumPy, and text against its own reading back."""
+"""Preprocessing against NumPy, and text against its decoding."""
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ def run(*steps, x=IMAGES, key=None, train=False):
     batch = {"x": x, "y": np.arange(len(x)), "mask": np.ones(len(x), bool)}
     out = Pipeline.of(*steps)(batch, key, train)
     assert out["y"] is batch["y"]
-    assert out["mask"] is batch["mask"]  # what a function does not name passes through
+    assert out["mask"] is batch["mask"]  # other fields are not changed
     return np.asarray(out["x"])
 
 

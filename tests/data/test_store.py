@@ -1,4 +1,4 @@
-"""The store: what is written is what opens, damage is found, half-written is nothing, cohorts are the clients' rows."""
+"""The store: reading returns what was written, damage is found, an unfinished store does not open, cohorts."""
 
 import json
 import os
@@ -144,7 +144,7 @@ def test_a_failed_import_leaves_nothing(tmp_path):
     with pytest.raises(RuntimeError):
         half()
     assert list(tmp_path.iterdir()) == []
-    writer = StoreWriter(path)  # killed: neither finished nor aborted
+    writer = StoreWriter(path)  # as if the process was killed: neither finished nor aborted
     writer.add("train", "a", client(3))
     assert not is_store(path)
     for left in tmp_path.iterdir():
@@ -289,7 +289,7 @@ def test_gather_is_the_clients_rows_in_order(tmp_path_factory, sizes, data):
     if table.size:
         forms.append(np.memmap(file, np.int16, "r", offset=4, shape=table.shape))
         longer = np.memmap(file, np.int16, "r", shape=(table.size + 2,))
-        forms.append(longer[2:].reshape(table.shape))  # a slice of a map: its file offset is its parent's
+        forms.append(longer[2:].reshape(table.shape))  # a slice of a map has the file offset of its parent
     for form in forms:
         cohort = gather(Split({"x": form}, offsets), chosen)
         expected = [table[offsets[i] : offsets[i + 1]] for i in chosen]
@@ -326,6 +326,6 @@ def test_many_clients_open_at_once(tmp_path):
         for i in range(5_000):
             writer.add("train", f"user {i}", {"x": np.full((1, 4), i % 250, np.uint8)})
     data = open_store(tmp_path / "s")
-    assert isinstance(data.train.ids, TextRows)  # not one Python string each until asked for
+    assert isinstance(data.train.ids, TextRows)  # strings are made on access only
     assert data.train.ids[4_321] == "user 4321"
     assert gather(data.train, [4_321]).arrays["x"][0, 0] == 4_321 % 250

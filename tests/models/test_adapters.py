@@ -1,4 +1,4 @@
-"""Models made elsewhere, models by name, and the rewriting of their convolutions."""
+"""Models of other libraries, models by name, and the rewriting of their convolutions."""
 
 import equinox as eqx
 import jax
@@ -77,7 +77,7 @@ def test_an_equinox_network_drops_out_in_training_alone():
     loss = jax.jit(model.loss)
     losses = [float(loss(params, BATCH, key)) for key in (None, jax.random.key(0), jax.random.key(1))]
     assert len(set(losses)) == 3
-    jax.tree.map(np.testing.assert_array_equal, params, model.init(jax.random.key(6)))  # starts where the module is
+    jax.tree.map(np.testing.assert_array_equal, params, model.init(jax.random.key(6)))  # the module's own weights
 
 
 def test_equinox_modules_over_batches_and_values():
@@ -112,7 +112,7 @@ def test_equinox_refusals():
 
 
 class FlaxLike:
-    """What ``flax.linen`` modules offer: init and apply, state in collections, random streams by name."""
+    """The interface of ``flax.linen`` modules: init and apply, state in collections, random streams by name."""
 
     def __init__(self, state=()):
         self.state = state
@@ -163,7 +163,7 @@ W = RNG.standard_normal((2, 2, 3, 3)).astype(np.float32)
 
 
 def calls(x, w):
-    """Every kind of call at once (compiling is what takes the time), in a pytree."""
+    """All kinds of calls in one pytree, so that they compile only once."""
     axes = {"dimension_numbers": ("NCHW", "IOHW", "HWNC"), "window_strides": (2, 1), "padding": ((1, 0), (2, 3))}
     return {
         "jit": (jax.jit(conv)(x, w), None),

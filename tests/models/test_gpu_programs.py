@@ -51,7 +51,7 @@ def test_the_emnist_cnn_fuses_its_convolutions_and_stores_its_dense_weights_as_r
         "carry.params['dense1']['w'] (9216, 128): the shared matrix plus 20 rows a step, 200 at most"
     ]
     assert found.kernels["train"] == CONVOLUTIONS + ROWS
-    assert found.convolutions["train"] == []  # it calls none of XLA's
+    assert found.convolutions["train"] == []  # the program has no XLA convolution
 
 
 class Network(eqx.Module):

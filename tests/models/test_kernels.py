@@ -1,4 +1,4 @@
-"""Kernels for GPUs, played on the host against XLA's own operations, and lowered for a GPU that is not there."""
+"""GPU kernels in Pallas' interpret mode against XLA's own operations, and lowered for a GPU without having one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _close(ours, theirs):
 
 
 def _compare(x, w, stride, pads):
-    """Output, both gradients and a tangent of a convolution, ours and XLA's."""
+    """Output, both gradients and a tangent of a convolution, by the kernel and by XLA."""
     theirs = _xla(stride, pads)
     out, back = jax.vjp(theirs, x, w)
     geometry = Geometry(w.shape[:2], stride, low=(pads[0][0], pads[1][0]), out=out.shape[1:3])
@@ -88,7 +88,7 @@ def test_second_derivatives():
 
 
 def _layer(geometry, pads, pool):
-    """ReLU(convolution + bias), or ReLU(max pool(convolution) + bias), of XLA's operations."""
+    """ReLU(convolution + bias), or ReLU(max pool(convolution) + bias), with XLA's operations."""
 
     def run(x, weights):
         kernel = weights[:-1].reshape(*geometry.window, x.shape[-1], -1)
@@ -181,7 +181,7 @@ def test_rounded_weights_are_summed_in_float32():
 
 @pytest.fixture
 def as_if_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(kernels, "available", lambda: True)  # those who ask take kernels, which are still interpreted
+    monkeypatch.setattr(kernels, "available", lambda: True)  # use kernels, in interpret mode
 
 
 @pytest.mark.parametrize("name", ["emnist_cnn", "char_lstm"])
@@ -225,7 +225,7 @@ def _net(x, w, **options):
 
 VALID = {"window_strides": (1, 1), "padding": "VALID"}
 relu = jax.nn.relu
-NETS = {  # what a program does after a convolution [2, 8, 8, 16] -> [2, 6, 6, 8], and the kernel that it becomes
+NETS = {  # operations after a convolution [2, 8, 8, 16] -> [2, 6, 6, 8], and the kernel that computes them
     "bias, relu": (lambda x, w, b: relu(_net(x, w) + b), "convolution_relu"),
     "bias spread first": (lambda x, w, b: relu(_net(x, w) + jnp.broadcast_to(b, (2, 6, 6, 8))), "convolution_relu"),
     "relu alone": (lambda x, w, b: relu(_net(x, w)) + b, "convolution_relu"),
@@ -268,7 +268,7 @@ def test_what_follows_anyones_convolution_becomes_part_of_it(name, as_if_on_a_gp
 
 
 def test_layers_of_anyones_network_hand_over_what_they_computed(as_if_on_a_gpu):
-    """In bfloat16 between two layers, in float32 wherever the program itself looks."""
+    """Values between two layers are bfloat16; values that the program reads are float32."""
     first, second, pool = (
         eqx.nn.Conv2d(1, 16, 3, key=jax.random.key(0)),
         eqx.nn.Conv2d(16, 24, 3, key=jax.random.key(1)),

@@ -25,7 +25,7 @@ def xla_conv(x, w, strides, padding):
 
 
 def scipy_conv(x, w):
-    """Valid convolution of [B, H, W, C] with [kh, kw, C, out], one SciPy correlation a pair of channels, in doubles."""
+    """Valid convolution of [B, H, W, C] with [kh, kw, C, out]: a SciPy correlation per pair of channels, in float64."""
     x, w = x.astype(np.float64), w.astype(np.float64)
     images = [
         sum(correlate(image[:, :, c], w[:, :, c, o], "valid") for c in range(w.shape[2]))
@@ -88,11 +88,11 @@ def test_winograd_keeps_single_precision():
     x, w = np.abs(normal(0, 2, 14, 14, 32)), normal(1, 3, 3, 32, 8) * 0.1
     exact = scipy_conv(x, w)
     error = np.abs(conv2d(x, w) - exact).max() / np.abs(exact).max()
-    assert error < 2e-6  # the direct sum in single precision leaves about 3e-7
+    assert error < 2e-6  # the direct sum in single precision has about 3e-7
 
 
 def test_second_derivatives_in_forward_and_reverse_mode_are_xlas():
-    """Curvature along a direction, as Hessian estimates and meta-learning need it: nothing here stops a derivative."""
+    """Second derivatives along a direction, as Hessian estimates and meta-learning need them."""
     x, w, v = normal(0, 2, 14, 14, 8), 0.2 * normal(1, 3, 3, 8, 4), normal(2, 3, 3, 8, 4)
 
     def loss(conv, pool, w):
@@ -115,7 +115,7 @@ def test_conv2d_with_a_kernel_for_each_client():
     batched = jax.jit(jax.vmap(conv2d))
     for one, kernel, together in zip(x, w, batched(x, w), strict=True):
         np.testing.assert_allclose(together, scipy_conv(one, kernel), rtol=1e-4, atol=1e-4)
-    # Grouped convolution is what makes XLA slow here: there must be none.
+    # XLA's grouped convolution is slow: the program must have none.
     assert "conv_general" not in str(jax.make_jaxpr(jax.vmap(conv2d))(x, w))
 
 
@@ -151,7 +151,7 @@ def test_dropout_keeps_the_mean(rate):
     exact = round(256 * rate) / 256
     np.testing.assert_allclose(kept.mean(), 1 - exact, atol=4 * np.sqrt(rate / x.size))
     np.testing.assert_allclose(y[kept], 1 / (1 - exact), rtol=1e-6)
-    # Each of the four bytes of a random word drops at the same rate, and neighbours are not alike.
+    # Each of the four bytes of a random word drops at the same rate, and neighbours are independent.
     for byte in range(4):
         np.testing.assert_allclose(kept.reshape(-1)[byte::4].mean(), 1 - exact, atol=8 * np.sqrt(rate / x.size))
     assert abs(np.corrcoef(kept.reshape(-1)[:-1], kept.reshape(-1)[1:])[0, 1]) < 0.01
@@ -167,7 +167,7 @@ def test_glorot_uniform_bounds_a_kernel_by_both_fans():
 
 
 def derivatives(multiply, x, w, along):
-    """The value of a function of x @ w, its gradient and slope, and the Hessian along a direction in two modes."""
+    """The value of a function of x @ w, its gradient and tangent, and the Hessian along a direction in two modes."""
 
     def f(x, w):
         return jnp.sum(jnp.tanh(multiply(x, w)) ** 2)

@@ -1,4 +1,4 @@
-"""Laws that every model keeps, and each model against an independent computation."""
+"""Laws of all models, and each model against an independent computation."""
 
 from functools import cache
 from typing import NamedTuple
@@ -58,7 +58,7 @@ PENALISED = ("least_squares", "logistic", "one_versus_all")
 
 
 def start(name, seed=0):
-    """Parameters drawn by NumPy, none of them zero, so that every term of a gradient shows."""
+    """Parameters drawn by NumPy, none of them zero, so that every term of a gradient is tested."""
     rng = np.random.default_rng(seed)
     shapes = jax.eval_shape(ROWS[name].model.init, jax.random.key(0))
 
@@ -96,7 +96,7 @@ def clients(name, *batches, params=None):
 
 
 def masked(batch, mask, x=None, y=None):
-    """The batch with some rows made padding, and these filled with other inputs and targets."""
+    """The batch with some rows turned into padding, which holds other inputs and targets."""
     hidden = np.asarray(mask) == 0
     batch = {key: np.array(value) for key, value in batch.items()} | {"mask": np.asarray(mask, np.float32)}
     if x is not None:
@@ -109,7 +109,7 @@ def test_the_table_holds_every_model():
     assert set(ROWS) == set(models.MODELS)
 
 
-SHALLOW = [name for name in ROWS if name != "resnet18_gn"]  # which takes long to compile: see its own test
+SHALLOW = [name for name in ROWS if name != "resnet18_gn"]  # slow to compile: has its own test
 
 
 @pytest.mark.parametrize("name", SHALLOW)
@@ -120,7 +120,7 @@ def test_losses_are_masked_means_of_metrics(name):
     losses, metrics, gradients = clients(name, *batches, masked(row.batch, [0] * B))
     everyone, hidden, otherwise, nobody = (pick((losses, metrics, gradients), i) for i in range(4))
     assert np.all(np.isfinite(losses))
-    # The loss is the total of the metric, of all rows and of the real ones; what padding holds does not matter.
+    # The loss is the total of the metric, with and without padding. The values of padding do not matter.
     for loss, scores, _ in (everyone, hidden):
         close(total(scores["loss"]), loss)
         assert all(sums.shape == weights.shape == (B,) for sums, weights in scores.values())
@@ -130,7 +130,7 @@ def test_losses_are_masked_means_of_metrics(name):
         assert not np.any(sums[~kept])
         assert not np.any(weights[~kept])
     close(otherwise, hidden, rtol=1e-4, atol=1e-5)
-    # Of padding alone nothing is left but the penalty.
+    # For a batch of padding, only the penalty remains.
     w = np.asarray(start(name)["w"]) if name in PENALISED else np.zeros(1)
     close(nobody[0], np.float32(0.05 * np.sum(w**2)))
     if name in PENALISED:
@@ -276,7 +276,7 @@ def test_emnist_cnn_drops_out_in_training_alone():
 
 
 def test_images_may_come_as_bytes_flat_or_without_channels():
-    """Of any dtype, read as the numbers that they are: bytes are scaled by the data's preprocessing, not by a model."""
+    """Images may have any dtype and are not scaled: preprocessing scales bytes, models do not."""
     model = models.softmax_regression(12, 3)
     params = {"w": jnp.arange(36.0).reshape(12, 3), "b": jnp.zeros(3)}
     pixels = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
@@ -382,11 +382,11 @@ def test_sequences_count_their_real_tokens():
     close(total(metrics["loss"]), losses[y > 0].mean())
     assert np.asarray(metrics["loss"][1]).tolist() == [4, 2, 3, 1, 4]
     close(total(metrics["accuracy"]), hits[y > 0].mean())
-    # Ids left uncounted leave the accuracy, not the loss.
+    # Uncounted ids are left out of the accuracy, not of the loss.
     partly = jax.jit(models.word_lstm(7, hidden=5, embed=3, uncounted=[2]).metrics)(params, row.batch)
     close(partly["loss"], metrics["loss"])
     close(total(partly["accuracy"]), hits[(y > 0) & (y != 2)].mean())
-    # Padding after a sequence changes nothing before it.
+    # Padding after a sequence does not change the outputs before it.
     longer = np.pad(row.batch["x"], ((0, 0), (0, 3)))
     close(predict(params, longer)[:, :4], logits, rtol=1e-5, atol=1e-6)
 

@@ -1,4 +1,4 @@
-"""The LSTM's recurrence and its derivatives against NumPy; a linear function with a transpose of its own."""
+"""The LSTM's recurrence and its derivatives against NumPy; a linear function with a given transpose."""
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ def test_a_linear_function_takes_the_transpose_that_is_given():
         return a @ x
 
     def marked(a, y):
-        return 10 * (a.T @ y)  # not its transpose, to see that it is the one taken
+        return 10 * (a.T @ y)  # not the true transpose, to see that this one is used
 
     def f(a, x):
         return linear(apply, marked, a, x)
@@ -85,7 +85,7 @@ def test_haikus_start():
     keras, haiku = (models.word_lstm(300, hidden=128, embed=64, init=init) for init in ("keras", "haiku"))
     ours, theirs = haiku.init(jax.random.key(0)), keras.init(jax.random.key(0))
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    cut = 0.8796  # deviation of a standard normal cut off at two
+    cut = 0.8796  # standard deviation of a standard normal truncated at two
     for weights, deviation in (
         (ours["embedding"], 1.0),
         (ours["lstm"][0]["w"], (64 + 128) ** -0.5),

@@ -1,4 +1,4 @@
-"""A fifth of the clients lies: what robust reductions save, on real digits."""
+"""A fifth of the clients are attackers: robust reductions keep their accuracy on real digits, the mean does not."""
 
 from functools import partial
 
@@ -31,7 +31,7 @@ FACTORS = (100.0, -10.0, -1.0)
 
 @pytest.fixture(scope="module")
 def accuracy():
-    """Test accuracy by (rule, factor): a program for each rule, with all factors in it."""
+    """Test accuracy by (rule, factor). One compiled program per rule runs all factors."""
     data = mark(load("digits", alpha=10.0, clients=20), 0.2)
     model = build("mlp", {"x": (64,)}, 10, hidden=(32,))
     base = fb.fedavg(model.loss, client_lr=0.2, epochs=2)
@@ -58,7 +58,7 @@ def test_a_robust_rule_keeps_within_five_points_of_the_clean_run(accuracy, rule)
 
 
 def test_the_mean_does_not(accuracy):
-    """Uploads flipped but not scaled only take 40% of its step away, so of those nothing is said here."""
+    """Flipped but unscaled uploads only shorten its step by 40%, so the factor -1 is not tested here."""
     for factor in (100.0, -10.0):
         assert accuracy["mean", factor] < accuracy["mean", 1.0] - 0.05
 

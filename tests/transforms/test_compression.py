@@ -1,4 +1,4 @@
-"""Compression: what is sent, that it is right on average, and that nothing is lost for good."""
+"""Compression: bytes that are sent, unbiased rounding, and error feedback that loses nothing."""
 
 import functools
 
@@ -24,7 +24,7 @@ KEYS = jax.random.split(jax.random.key(1), 4000)
 
 @pytest.mark.parametrize(("levels", "many"), [(1, 5), (2, 3), (3, 2), (7, 2), (8, 1), (127, 1)])
 def test_numbers_on_the_grid_are_packed_and_read_back_exactly(levels, many):
-    """All whole numbers from -levels to levels, with a length that fills no byte evenly."""
+    """All integers from -levels to levels, with a length that is no multiple of the numbers per byte."""
     whole = np.concatenate([np.arange(-levels, levels + 1), rng.integers(-levels, levels + 1, 9)])
     x = (0.25 * whole).astype(np.float32).reshape(1, -1)
     code = jax.jit(lambda k: quantized(k, jnp.asarray(x), levels=levels, norm="max", bucket=None))(jax.random.key(0))
@@ -121,7 +121,7 @@ def test_cost_shows_the_bytes_that_are_sent():
         return cost(transform(alg, **options), PARAMS, data).up
 
     assert cost(alg, PARAMS, data).up == 4 * 3011
-    assert up(quantize) == (3000 + 4) + (10 + 4) + 4  # the scalar would not become smaller
+    assert up(quantize) == (3000 + 4) + (10 + 4) + 4  # the scalar is sent unchanged: its code is not smaller
     assert up(quantize, bits=4) == (1500 + 4) + (5 + 4) + 4
     assert up(qsgd, levels=1, bucket=500) == (600 + 6 * 4) + (2 + 4) + 4
     assert up(top_k, fraction=0.01) == 30 * (4 + 2) + 1 * (4 + 1) + 4
@@ -130,7 +130,7 @@ def test_cost_shows_the_bytes_that_are_sent():
 
 
 def sending_like(params):
-    """Sends an upload like the parameters."""
+    """Clients send an upload with the structure of the parameters."""
     base = sending(1)
 
     def client(down, state, data, key):
@@ -162,15 +162,15 @@ FEEDBACK = {
 @pytest.mark.parametrize("name", FEEDBACK)
 @pytest.mark.usefixtures("x64")
 def test_what_was_left_out_is_kept_and_nothing_is_lost_with_a_lost_upload(name):
-    """The server's sum and the residuals on the clients add up to all that was meant by the uploads that arrived."""
+    """The server's sum plus the clients' residuals is the sum of all arrived uploads before compression."""
     alg = FEEDBACK[name](sending(6))
     there = np.random.default_rng(1).random((12, 4)) < 0.6
     server, states = many_rounds(alg, {"x": jnp.zeros(6)}, holding(VECTORS), there)
-    arrived = np.asarray(states.inner)  # client i's k-th upload meant k u_i
+    arrived = np.asarray(states.inner)  # before compression, client i's k-th upload is k u_i
     np.testing.assert_array_equal(arrived, there.sum(0))
     meant = sum(n * (n + 1) / 2 * u for n, u in zip(arrived, VECTORS, strict=True))
     residual = np.asarray(states.own["train"]["x"])
-    assert np.abs(residual).max() > 0.1  # the code did leave something out
+    assert np.abs(residual).max() > 0.1  # the code has an error, so the test is not trivial
     np.testing.assert_allclose(np.asarray(server["x"]) + residual.sum(0), meant, rtol=1e-10, atol=1e-10)
 
 
@@ -191,7 +191,7 @@ def test_the_residual_of_top_k_stays_within_the_bound_of_a_contraction():
 
 @pytest.mark.usefixtures("x64")
 def test_top_k_finds_the_optimum_of_disagreeing_clients_only_with_feedback():
-    """Client i pulls to its own point; the largest pulls alone do not balance at the mean."""
+    """Each client has its own optimum. Without error feedback, top-k does not end at their mean."""
     points = np.array([[8.0, 1.0, 1.0], [-7.0, 1.0, 2.0], [0.5, 1.0, 9.0]])
     data = holding(points)
 
@@ -264,5 +264,5 @@ def test_feedback_is_refused_where_clients_follow_what_was_decoded_anyway(make):
     with pytest.raises(StructureError, match="error_feedback=False"):
         cost(top_k(alg, fraction=0.5), jnp.ones(3), data)
     cost(top_k(alg, fraction=0.5, error_feedback=False), jnp.ones(3), data)
-    # SCAFFOLD follows what was decoded of its control variate alone, which has no residual
+    # SCAFFOLD reconciles only its decoded control variate, which is in the aux and has no residual
     cost(top_k(fb.scaffold(lambda params, batch, key: jnp.sum(params**2)), fraction=0.5), jnp.ones(3), data)

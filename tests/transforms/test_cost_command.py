@@ -42,14 +42,14 @@ def test_the_papers_tables(name):
 
 
 def test_a_file_with_a_stack(tmp_path):
-    """The digits MLP has arrays of 4096, 64, 640 and 10 numbers; of each a twentieth is sent, the values as bytes."""
+    """The digits MLP has arrays of 4096, 64, 640 and 10 numbers. A twentieth of each is sent, one byte per value."""
     file = tmp_path / "stack.toml"
     file.write_text(
         'cohort = 7\nrounds = 11\n[[transforms]]\nname = "top_k"\nfraction = 0.05\n[[transforms]]\nname = "quantize"\n'
     )
     report = run(config=file)
     places = 205 * 2 + 4 * 1 + 32 * 2 + 1 * 1
-    values = (205 + 4) + (4 + 4) + (32 + 4) + 4  # and a scale each; a single number would not become smaller
+    values = (205 + 4) + (4 + 4) + (32 + 4) + 4  # plus one scale each; a single number is sent unchanged
     assert report["transforms"] == ["top_k", "quantize"]
     assert report["up"] == places + values
     assert report["round_bytes"] == 7 * (report["down"] + report["up"])

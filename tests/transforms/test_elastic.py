@@ -1,4 +1,4 @@
-"""Elastic aggregation against NumPy: sensitivities, the scaled step, and which rows are used for what."""
+"""Elastic aggregation against NumPy: sensitivities, the scaled step, held-out and train rows."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from transforms.toy import one_round
 from zoo import clients, loss, start
 
 pytestmark = pytest.mark.usefixtures("x64")
-HELD = 0.3  # of 3, 9, 4, 7, 5 rows: the last 1, 3, 2, 3, 2
+HELD = 0.3  # clients of 3, 9, 4, 7, 5 rows hold out their last 1, 3, 2, 3, 2
 
 
 def outputs(params, batch):
@@ -27,7 +27,7 @@ def held_rows(n):
 
 
 def sensitivity_by_hand(x, kind, mu, size):
-    """Of F(x) = x w + b at start(): g = 2 mean F(x) (x, 1) per batch."""
+    """The sensitivities of F(x) = x w + b at start(): g = 2 mean F(x) (x, 1) per batch."""
     w, b = (np.asarray(start()[k]) for k in "wb")
     batches = [x[a : a + size] for a in range(0, len(x), size)]
     g = [2 * np.mean((r @ w + b)[:, None] * np.column_stack([r, np.ones(len(r))]), 0) for r in batches]
@@ -40,7 +40,7 @@ def sensitivity_by_hand(x, kind, mu, size):
 
 
 def one_step_by_hand(kind, mu, tau, size, lr):
-    """FedAvg with one full-batch step on the kept rows, weighted by their number, and the paper's server line."""
+    """FedAvg with one full-batch step on the train rows, weighted by their number, and the paper's server update."""
     split = clients()
     w, b = (np.asarray(start()[k]) for k in "wb")
     moves, omegas, weights = [], [], []
@@ -54,11 +54,11 @@ def one_step_by_hand(kind, mu, tau, size, lr):
         weights.append(len(y))
     move, omega = (np.average(v, axis=0, weights=weights) for v in (moves, omegas))
     zeta = 1 + tau - omega / omega.max()
-    return np.append(w, b) + zeta * move  # Algorithm 3: plus
+    return np.append(w, b) + zeta * move  # Algorithm 3 adds the move
 
 
 def moved(alg, split=None):
-    """The model after one round of everyone."""
+    """The model after one round of all clients."""
     server, *_ = one_round(alg, start(), clients() if split is None else split)
     return alg.params(server)
 
@@ -84,7 +84,7 @@ def test_one_round_is_what_numpy_says(kind, size):
 
 
 def opaque(alg):
-    """The same algorithm with a client that cannot be cut into steps."""
+    """The same algorithm with a client that is a plain function, not a LocalWork."""
     exchange = alg.exchanges[0]
     work = exchange.client
     return alg._replace(exchanges=(exchange._replace(client=lambda *args: work(*args)),))
@@ -98,7 +98,7 @@ def test_a_client_in_one_piece_does_the_same():
 
 
 def test_constant_sensitivity_is_a_rescaled_step_and_none_is_no_change():
-    """zeta = tau everywhere when all parameters matter alike; 1 when none does."""
+    """zeta = tau everywhere if all parameters have the same sensitivity; 1 if all are 0."""
     even = lambda params, batch: batch["mask"] * jnp.sqrt(jnp.sum(params["w"]) + params["b"])  # noqa: E731
     none = lambda params, batch: batch["mask"] * 0.0  # noqa: E731
     base = fb.fedavg(loss, client_lr=0.05, batch_size=None)
@@ -113,7 +113,7 @@ def test_constant_sensitivity_is_a_rescaled_step_and_none_is_no_change():
 
 
 def test_labels_of_the_held_out_rows_are_never_read():
-    """They are NaN here, and the sensitivities are those of the rows nobody trains on."""
+    """They are NaN here, and the sensitivities are still those of the held-out rows."""
     split = clients()
     own = [{k: v.copy() for k, v in split.client(i).items()} for i in range(5)]
     for client in own:

@@ -1,4 +1,4 @@
-"""Clipping on the wire, the size of the noise, the moving bound, and the accountant."""
+"""Clipped uploads, the size of the noise, the adaptive bound, and the accountant."""
 
 import functools
 import math
@@ -48,7 +48,7 @@ def test_clipping_bounds_the_whole_upload_aux_included():
         assert np.linalg.norm(all_of(sent)) <= bound * (1 + 1e-14)
         np.testing.assert_allclose(all_of(sent), all_of(meant) * min(1, bound / size), rtol=1e-12)
         seen.append((size, np.linalg.norm(all_of(meant.pseudograd)), np.linalg.norm(all_of(meant.aux))))
-    # the test tells something: some upload is over the bound though both of its parts are under it, or one part is
+    # the test is not trivial: some upload is over the bound, and both parts contribute to its norm
     assert any(size > bound for size, _, _ in seen)
     assert all(a > 0 and b > 0 for _, a, b in seen)
 
@@ -58,7 +58,7 @@ def test_clipping_bounds_the_whole_upload_aux_included():
 def test_the_server_gets_the_clipped_uploads_and_the_metrics_say_which(opaque):
     alg = clip(sending(6, aux=True, opaque=opaque), bound=1.0)
     server, _, _, metrics = one_round(alg, {"x": jnp.zeros(6)}, VECTORS)
-    size = np.sqrt(2) * NORMS  # u in the pseudograd and -u in the aux
+    size = np.sqrt(2) * NORMS  # the pseudograd is u, the aux -u
     np.testing.assert_allclose(server["x"], (VECTORS * np.minimum(1, 1 / size)[:, None]).sum(0), rtol=1e-10)
     np.testing.assert_array_equal(metrics["clipped"], size > 1)
 
@@ -80,18 +80,18 @@ def test_zero_and_non_finite_uploads():
         return alg.exchanges[0].client(down, jnp.zeros(()), ClientData.of({"u": u[None]}), jax.random.key(0)).up
 
     np.testing.assert_array_equal(sent(jnp.zeros(3)).pseudograd["x"], np.zeros(3))
-    huge = sent(jnp.array([3e30, 0.0, -4e30])).pseudograd["x"]  # its square is not a float32
+    huge = sent(jnp.array([3e30, 0.0, -4e30])).pseudograd["x"]  # its square overflows float32
     np.testing.assert_allclose(huge, [0.3, 0, -0.4], rtol=1e-6)
     for bad in (np.nan, np.inf):
         assert not alg.exchanges[0].admit(sent(jnp.array([1.0, bad, 0.0])))
 
 
-# --- the moving bound ------------------------------------------------------------------------------------------------
+# --- the adaptive bound ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("x64")
 def test_the_bound_follows_the_quantile_by_the_formula():
-    """Uploads that do not change: the recursion of Andrew et al. in NumPy, and its rest at the quantile."""
+    """With constant uploads: the recursion of Andrew et al. in NumPy, which converges to the quantile."""
     alg = adaptive_clip(sending(6), quantile=0.5, initial=0.2, rate=0.3)
     exchange = alg.exchanges[0]
     first = exchange._replace(client=lambda down, k, data, key: still(exchange.client(down, k, data, key), k))
@@ -124,7 +124,7 @@ WIDE = 20_000
 
 @functools.cache
 def noise_of(where, quantile=None, arrived=8, seed=0):
-    """A round of uploads that are all zero: what the server has then is noise."""
+    """One round with zero uploads: the server's result is the noise alone."""
     shares = 8 if where == "clients" else None
     alg = dp(sending(WIDE), noise=1.5, bound=0.4, where=where, shares=shares, quantile=quantile)
     vectors = np.zeros((8, WIDE), np.float32)
@@ -142,7 +142,7 @@ def test_the_sum_carries_noise_of_the_promised_size(where, arrived, quantile):
     deviation = z * 0.4 * (np.sqrt(arrived / 8) if where == "clients" else 1)
     assert abs(x.mean()) < 5 * deviation / np.sqrt(WIDE)
     assert abs(x.std() / deviation - 1) < 5 / np.sqrt(2 * WIDE)
-    assert abs(np.mean(np.abs(x) < deviation) - math.erf(np.sqrt(0.5))) < 5 * 0.47 / np.sqrt(WIDE)  # normal, not else
+    assert abs(np.mean(np.abs(x) < deviation) - math.erf(np.sqrt(0.5))) < 5 * 0.47 / np.sqrt(WIDE)  # normal
 
 
 def test_the_bits_are_noised_too():
@@ -207,7 +207,7 @@ def test_epsilon_by_round_composes_what_was_released():
     assert one[-1] == pytest.approx(epsilon(1.2, 0.05, 20, 1e-5))
     assert one[6] == pytest.approx(epsilon(1.2, 0.05, 7, 1e-5))
     assert np.all(np.diff(one) > 0)
-    # another cohort: twice as many rounds; the same cohort: one mechanism with less noise
+    # a fresh cohort costs like twice the rounds; the same cohort like one mechanism with less noise
     fresh, same = (account(dp(two_exchanges(cohort), noise=1.2)) for cohort in ("fresh", "same"))
     assert fresh[-1] == pytest.approx(epsilon(1.2, 0.05, 40, 1e-5))
     assert same[-1] == pytest.approx(epsilon(1.2 / np.sqrt(2), 0.05, 20, 1e-5))
@@ -221,7 +221,7 @@ def test_fewer_uploads_than_shares_mean_less_noise_and_a_larger_epsilon():
     spent = epsilon_by_round(alg, sampling=0.1, rounds=4, delta=1e-5, history={"train/arrived": arrived})
     events = [(sampled(1.2, 0.1), 2), (sampled(1.2 * np.sqrt(0.5), 0.1), 1)]
     assert spent[-1] == pytest.approx(by_dp_accounting(events, 1e-5))
-    assert spent[2] == spent[1]  # nothing was released
+    assert spent[2] == spent[1]  # no upload arrived
     with pytest.raises(ValueError, match="history"):
         epsilon_by_round(alg, sampling=0.1, rounds=4, delta=1e-5)
 

@@ -1,4 +1,4 @@
-"""Robust reductions against brute force, with absent uploads among them."""
+"""Robust reductions against brute force, also with absent uploads."""
 
 import functools
 import itertools
@@ -42,7 +42,7 @@ def program(transform, options):
 
 
 def reduced(transform, rows, there=None, **options):
-    """What the transform's reducer makes of stacked rows, two leaves each; absent ones hold rubbish."""
+    """The result of the transform's reducer on stacked rows, two leaves each; absent rows hold arbitrary values."""
     rows = np.asarray(rows)
     there = np.ones(len(rows), bool) if there is None else np.asarray(there)
     rows = np.where(there[:, None], rows, 7.7)
@@ -52,7 +52,7 @@ def reduced(transform, rows, there=None, **options):
 
 
 def krum_by_hand(rows, bad, many):
-    """Blanchard et al.: the many rows of least score, the score over all subsets of neighbours being the smallest."""
+    """Blanchard et al.: the mean of the ``many`` rows with the smallest scores, each minimised over all neighbours."""
     n = len(rows)
     scores = [
         min(
@@ -105,7 +105,7 @@ def test_two_bad_uploads_of_any_size_stay_without_influence(name):
     for size in (1e3, 1e9):
         rows = np.concatenate([GOOD, size * np.ones((1, 5)), -size * np.ones((1, 5)) * [1, -1, 1, 1, 1]])
         assert np.linalg.norm(reduced(transform, rows, **options) - centre) < radius
-        assert np.linalg.norm(rows.mean(0) - centre) > 20 * radius  # what the mean would do
+        assert np.linalg.norm(rows.mean(0) - centre) > 20 * radius  # the mean moves far
 
 
 def test_neutral_settings_are_the_mean():
@@ -116,7 +116,7 @@ def test_neutral_settings_are_the_mean():
 
 @pytest.mark.parametrize("name", RULES)
 def test_small_cohorts(name):
-    """One upload is itself, equal uploads are what they are, and from nobody comes something finite."""
+    """One upload, or several equal ones, give that upload. No uploads give a finite result."""
     transform, options, _, _ = RULES[name]
     one = np.arange(11) == 2
     np.testing.assert_allclose(reduced(transform, UPLOADS, one, **options), UPLOADS[2], rtol=1e-9)
@@ -131,8 +131,8 @@ def test_uploads_have_one_vote_whatever_they_claim_to_weigh():
 
 
 def test_a_rule_reads_uploads_through_their_codes():
-    """In either order: the codes are decoded before the uploads are compared."""
-    rows = np.round(UPLOADS) * 7  # whole numbers up to a multiple of the largest: int8 of such rows is not exact
+    """In both orders, codes are decoded before uploads are compared."""
+    rows = np.round(UPLOADS) * 7  # int8 codes of these rows are not exact
     outer, inner = (
         one_round(alg, {"x": jnp.zeros(5)}, rows)[0]["x"] / 11
         for alg in (quantize(median(sending(5))), median(quantize(sending(5))))
@@ -147,7 +147,7 @@ def test_norm_bounding_is_done_by_the_server_and_clipping_by_the_client():
     size = np.linalg.norm(vectors, axis=1)
     expected = (vectors * np.minimum(1, 2.0 / size)[:, None]).sum(0)
     server, _, sent, _ = one_round(norm_bound(sending(5), bound=2.0), {"x": jnp.zeros(5)}, vectors)
-    np.testing.assert_allclose(sent.pseudograd["x"], vectors)  # what is sent is not touched
+    np.testing.assert_allclose(sent.pseudograd["x"], vectors)  # uploads are not changed
     np.testing.assert_allclose(server["x"], expected, rtol=1e-10)
     server, _, sent, _ = one_round(clip(sending(5), bound=2.0), {"x": jnp.zeros(5)}, vectors)
     assert np.linalg.norm(sent.pseudograd["x"], axis=1).max() < 2.0 + 1e-9

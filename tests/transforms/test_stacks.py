@@ -1,4 +1,4 @@
-"""Transforms over each other and over algorithms whose clients keep state."""
+"""Stacks of transforms, also over algorithms whose clients keep state."""
 
 import itertools
 
@@ -29,7 +29,7 @@ from zoo import clients, loss, start
 
 WHOLE = {"batch_size": None, "steps": 2}
 THERE = np.random.default_rng(0).random((8, 5)) < 0.6
-THERE[:, 0] |= ~THERE.any(1)  # never nobody: an engine would leave that round out
+THERE[:, 0] |= ~THERE.any(1)  # at least one upload per round: an engine skips rounds without uploads
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -46,7 +46,7 @@ def gap(a, b):
     return max(float(jnp.max(jnp.abs(x - jnp.mean(y, 0)))) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
 
 
-STATEFUL = {  # (algorithm, how far the server is from the mean of what its clients keep)
+STATEFUL = {  # (algorithm, distance between the server's state and the mean of the clients' states)
     "scaffold": (fb.scaffold(loss, client_lr=0.05, **WHOLE), lambda server, c_i: gap(server.c, c_i)),
     "feddyn": (fb.feddyn(loss, client_lr=0.05, alpha=0.5, **WHOLE), lambda server, g_i: gap(server.h, g_i)),
     "fedsplit": (fb.fedsplit(loss, step=0.3, prox="closed-form"), lambda server, own: gap(server.params, own.z)),
@@ -72,7 +72,7 @@ CASES = [("scaffold", stack) for stack in STACKS if "no feedback" not in stack] 
 
 @pytest.mark.parametrize(("name", "stack"), CASES)
 def test_clients_and_server_stay_in_agreement(name, stack):
-    """c = mean c_i, h = mean g_i, x = mean z_i: under uploads that are changed, and that do not all arrive."""
+    """c = mean c_i, h = mean g_i, x = mean z_i hold if transforms change uploads and if some uploads are lost."""
     alg, distance = STATEFUL[name]
     server, states = many_rounds(STACKS[stack](alg), start(), clients(), THERE)
     assert distance(innermost(server), innermost(states)) < 1e-12
@@ -80,7 +80,7 @@ def test_clients_and_server_stay_in_agreement(name, stack):
 
 
 def test_without_reconciliation_they_part():
-    """The test above tells something: such a stack does change what is kept."""
+    """The test above is not trivial: without ``reconcile`` such a stack breaks the equation."""
     alg, distance = STATEFUL["scaffold"]
     careless = alg._replace(exchanges=(alg.exchanges[0]._replace(reconcile=keep),))
     server, states = many_rounds(STACKS["dp norm_bound"](careless), start(), clients(), THERE)
@@ -88,13 +88,13 @@ def test_without_reconciliation_they_part():
 
 
 def test_a_stack_optimizes_in_the_engine():
-    """Everything at once around FedAvg, with lost uploads: the loss still goes down."""
+    """With a stack of many transforms over FedAvg and lost uploads, the loss still decreases."""
     alg = dp(quantize(elastic(fb.fedavg(loss, client_lr=0.05, **WHOLE), outputs)), noise=0.01, bound=50.0)
     split = clients()
     result = simulate(alg, start(), split, rounds=30, cohort=4, arrival=bernoulli(0.2), devices=1)
     batch = {k: jnp.asarray(v) for k, v in split.arrays.items()} | {"mask": jnp.ones(split.num_examples)}
     assert loss(result.params, batch, None) < 0.5 * loss(start(), batch, None)
-    assert result.info.cost.exchanges[0].up == 2 * ((3 + 8) + 8)  # update and sensitivity: w packed, b not
+    assert result.info.cost.exchanges[0].up == 2 * ((3 + 8) + 8)  # update and sensitivity: w is packed, b not
 
 
 # --- every order either fits or is refused with a reason -------------------------------------------------------------
@@ -106,10 +106,10 @@ KINDS = ["adaptive_clip", "clip", "dp", "elastic", "median", "norm_bound", "quan
 
 
 def refused(outer, inner):
-    """The pairs that make no sense."""
+    """Whether a pair of transforms must be refused."""
     return (
-        inner == "dp"  # privacy is the last to touch an upload
-        or (outer in RANKED | {"dp"} and inner in RANKED | {"adaptive_clip"})  # only a mean can be replaced, or noised
+        inner == "dp"  # dp must be outermost
+        or (outer in RANKED | {"dp"} and inner in RANKED | {"adaptive_clip"})  # outer replaces or noises a mean
         or (outer in {"clip", "adaptive_clip", "norm_bound"} and inner == "adaptive_clip")  # a bit has no norm
         or (outer == "top_k" and inner in CODED)
         or (outer == inner == "quantize")

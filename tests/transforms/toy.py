@@ -1,4 +1,4 @@
-"""An algorithm whose uploads are known in advance, so that what a transform does to them can be computed by hand."""
+"""An algorithm whose uploads are known, so that the effect of a transform can be computed by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,14 @@ from fedbraid.local import Batches, ClientData, local_work
 
 
 def holding(vectors):
-    """Client i holds the one example ``vectors[i]``."""
+    """Client i has one example, ``vectors[i]``."""
     return Split.from_clients([{"u": np.asarray(v)[None]} for v in vectors])
 
 
 def sending(d, *, aux=False, opaque=False, weight=None):
-    """Client i sends (k + 1) u_i in its k-th round that counts; the server adds up all that it is told.
+    """Client i sends (k + 1) u_i if k of its uploads have arrived before; the server adds up the reduced uploads.
 
-    With ``aux`` it also sends -u_i there. ``weight(u)`` is what it claims to weigh, 1 by default.
+    With ``aux`` the aux is -u_i. ``weight(u)`` is the weight of an upload, 1 by default.
     """
 
     def report(u, k):
@@ -46,9 +46,9 @@ def sending(d, *, aux=False, opaque=False, weight=None):
 
 
 def one_round(alg, params, data, *, there=None, seed=0):
-    """(server, states, uploads, metrics) after one round without an engine; ``there`` says whose uploads arrive.
+    """(server, states, uploads, metrics) after one round without an engine. ``there``: mask of uploads that arrive.
 
-    ``data`` is a split, or the vectors that clients hold.
+    ``data`` is a split, or the clients' vectors.
     """
     split = data if isinstance(data, Split) else holding(data)
     n = split.num_clients
@@ -74,7 +74,7 @@ def one_round(alg, params, data, *, there=None, seed=0):
 
 
 def many_rounds(alg, params, split, there, *, seed=0):
-    """(server, states) after the rounds of ``there`` [rounds, clients], in which all are asked and some are heard."""
+    """(server, states) after several rounds of all clients. ``there`` [rounds, clients]: uploads that arrive."""
     n = split.num_clients
     arrays = {name: jnp.asarray(a) for name, a in split.arrays.items()}
     (exchange,) = alg.exchanges

@@ -252,9 +252,7 @@ def _sqlite_clients(path: Path, split: str, wanted: set[str] | None) -> Iterator
         for client, group in groupby(rows, key=lambda row: row[0]):
             examples = [parse_example(blob, f"{path}: client {client}") for _, blob in group]
             if len(examples) != due.pop(client, None):
-                raise ValueError(
-                    f"{path}: client {client}: {len(examples)} examples, not the number of client_metadata"
-                )
+                raise ValueError(f"{path}: client {client}: {len(examples)} examples, but client_metadata differs")
             fields = _stack(examples, f"{path}: client {client}")
             yield client, fields if wanted is None else {k: v for k, v in fields.items() if k in wanted}
         if due:
