@@ -1,4 +1,4 @@
-"""What the deployment tests share: Flower without telemetry, and a small stateful algorithm of their own."""
+"""Settings of all deployment tests: Flower without telemetry."""
 
 import os
 import warnings
@@ -7,5 +7,5 @@ os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 os.environ["FLWR_DISABLE_UPDATE_CHECK"] = "1"
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # of click, as the pinned typer imports it
+    warnings.simplefilter("ignore", DeprecationWarning)  # from click, when the pinned typer imports it
     import flwr  # noqa: F401

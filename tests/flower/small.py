@@ -1,4 +1,4 @@
-"""A small federation for tests: five clients of the zoo's problem, and an algorithm whose agreement can be checked."""
+"""A small federation for tests: five clients of the zoo's problem, and an algorithm that shows inconsistent states."""
 
 import functools
 from dataclasses import replace
@@ -30,8 +30,8 @@ def _widened(x):
 
 WIDE = replace(SPLIT, arrays={**SPLIT.arrays, "x": _widened(SPLIT.arrays["x"])}, preprocess=narrow)
 
-# The stated overhead of a message beside its numbers: the order or answer and Flower's own message; and for every
-# dtype's buffer the objects that carry it.
+# The stated overhead of a message in bytes: for the order or answer and Flower's own message, and for the objects of
+# each dtype's buffer.
 MESSAGE, BUFFER = 1000, 350
 
 
@@ -39,13 +39,14 @@ class Ledger(NamedTuple):
     """The server's side of the ledger algorithm."""
 
     params: object
-    mean: object  # of all clients' states, if server and clients agree on which uploads counted
+    mean: object  # of all clients' states, if server and clients agree on which uploads were accepted
 
 
 def ledger() -> Algorithm:
-    """Every client adds random noise to its state and tells the server the change; the server keeps the mean of states.
+    """Every client adds random noise to its state and sends the change; the server keeps the mean of the states.
 
-    A lost upload that the client believes in, or one that counts twice, breaks ``mean == mean of the states`` for good.
+    If a client keeps the state of a lost upload, or if an upload counts twice, ``mean == mean of the states`` is false
+    from then on.
     """
 
     def client(down, state, data, key):
@@ -69,7 +70,7 @@ def load_wide(context):
 
 
 def two_digits(context):
-    """A site's own loader, as a node's config may name it."""
+    """A site's own loader, which a node's config can name."""
     return {"x": np.zeros((2, 64), np.uint8), "y": np.zeros(2, np.int32)}
 
 
@@ -95,7 +96,7 @@ def deploy(alg, grid, *, rounds, params=None, **options):
 
 
 def losing(arrival):
-    """Lose exactly the uploads that the simulator loses under an arrival model that does not look at steps."""
+    """Lose exactly the uploads that the simulator loses under an arrival model that does not depend on steps."""
 
     def tamper(order, reply):
         plain = order.content[PLAIN]
@@ -112,11 +113,11 @@ def close(a, b, tolerance):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=tolerance, atol=tolerance)
 
 
-# --- what a reply may be changed to
+# --- faulty replies
 
 
 def plain(**changes):
-    """Other values of plain fields."""
+    """Change values of plain fields."""
 
     def change(reply):
         for name, value in changes.items():
@@ -127,13 +128,13 @@ def plain(**changes):
 
 
 def bare(reply):
-    """Nothing in it."""
+    """Remove all content."""
     reply.content = RecordDict()
     return reply
 
 
 def crash(reply):
-    """The node's program failed."""
+    """Replace the reply by the error of a node whose program failed."""
     reply.__dict__["_content"] = None
     reply.error = Error(2, "ZeroDivisionError")
     return reply

@@ -1,4 +1,4 @@
-"""``fedbraid deploy`` without a network: the app it writes, what it checks, and how it refuses."""
+"""``fedbraid deploy`` without a network: the app that it writes, its checks, and its error messages."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ from fedbraid.flower.project import write_app
 from fedbraid.simulation import simulate
 from fedbraid.simulation.evaluate import client_values, evaluator
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the libraries that Flower uses
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from libraries that Flower uses
 BASE = ["data.clients=3", "cohort=2", "rounds=2", "evaluation.every=1", "model.hidden=[8]"]
 
 
@@ -75,7 +75,7 @@ def run_in_simulator(experiment):
 
 @pytest.fixture(scope="module")
 def run_simulated(app):
-    """The app's experiment as ``fedbraid run`` has it, and each client's metrics at its end."""
+    """The app's experiment as ``fedbraid run`` computes it, and each client's metrics at the end."""
     experiment = build(load_federation(app / "federation").config)
     simulated = run_in_simulator(experiment)
     sums = evaluator(experiment.metrics, experiment.data.test)(simulated.params)
@@ -101,7 +101,7 @@ def serve_in_process(federation, out):
 def test_an_apps_run_is_the_simulated_run_and_writes_its_folder(app, run_simulated, clients, tmp_path):
     """The app's own client and server, in one process: the same model, metrics and files as ``fedbraid run``.
 
-    clients: how many evaluate on their own test data; without, the server does on all of it.
+    clients: how many clients evaluate on their own test data; without it the server evaluates on all test data.
     """
     place = tmp_path / "federation"
     shutil.copytree(app / "federation", place)
@@ -118,7 +118,7 @@ def test_an_apps_run_is_the_simulated_run_and_writes_its_folder(app, run_simulat
         np.testing.assert_allclose(table[name], column, rtol=1e-5)
     for name, values in by_client.items():
         np.testing.assert_allclose(read_clients(out)[name], values, rtol=1e-5)
-    if clients:  # what the server finds on all test data, beside what the clients say of theirs
+    if clients:  # the server also evaluates on all test data
         np.testing.assert_allclose(table["server_accuracy"], simulated.evaluations["test_accuracy"], rtol=1e-5)
         sent = table["train/bytes_down"] + table["evaluate/bytes_down"]
         np.testing.assert_allclose(table["bytes_down"], np.cumsum(sent))
@@ -129,11 +129,11 @@ def test_an_apps_run_is_the_simulated_run_and_writes_its_folder(app, run_simulat
     assert summary.final["test_accuracy"] == pytest.approx(float(simulated.evaluations["test_accuracy"][-1]))
     assert {p.name for p in out.iterdir()} >= {"config.toml", "metrics.parquet", "clients.parquet", "curves.png"}
     assert tomllib.loads((out / "config.toml").read_text())["rounds"] == 2
-    with pytest.raises(ValueError, match="finished"):  # a finished run is not run over
+    with pytest.raises(ValueError, match="finished"):  # a finished run is not overwritten
         federation_server_app(load_federation(place))(grid, Context(1, 1, {}, RecordDict(), {"out": str(out)}))
 
 
-PIPELINES = {  # that change the shape of x, and the number of features that the model then reads
+PIPELINES = {  # pipelines that change the shape of x, with the number of features after them
     "random-features": ([{"name": "scale", "factor": 1 / 16}, {"name": "random-features", "features": 30}], 125),
     "crop": ([{"name": "scale"}, {"name": "crop-flip", "size": 10}, {"name": "standardize"}], 100),
 }
@@ -142,7 +142,7 @@ PIPELINES = {  # that change the shape of x, and the number of features that the
 @pytest.mark.parametrize("clients", [0, "all"])
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_pipeline_that_changes_shapes_is_deployed_as_it_is_simulated(name, clients, tmp_path):
-    """Model, loss and metrics see preprocessed batches on a site as in the simulator, augmentation included."""
+    """Model, loss and metrics see the same preprocessed (and augmented) batches on a site as in the simulator."""
     steps, width = PIPELINES[name]
     data = {"name": "digits", "clients": 3, "preprocess": steps}
     if name == "crop":
@@ -189,7 +189,7 @@ def test_every_site_has_the_fingerprint_of_what_it_computes(app, tmp_path):
         return load_federation(folder / "federation").fingerprint
 
     assert other() == mine
-    assert other("seed=5") == mine  # comes with every order
+    assert other("seed=5") == mine  # the seed is sent with every order
     assert other("algorithm.client_lr=0.7") != mine
     assert other("model.hidden=[9]") != mine
 
@@ -216,7 +216,7 @@ def test_check_loads_a_sites_data_as_its_node_would(app, tmp_path):
     np.savez(good, **rows)
     np.savez(bad, **(rows | {"x": rows["x"][:, :63]}))
     assert check_site(app, f'data="{good}"')["examples"] == len(rows["y"])
-    assert check_site(app, f'data="{good}"')["test_examples"] == 0  # of its own it has none
+    assert check_site(app, f'data="{good}"')["test_examples"] == 0  # the site has no test data of its own
     assert check_site(app, f'data="{good}" test-data="{good}"')["test_examples"] == len(rows["y"])
     assert check_site(app, "partition-id=1")["test_examples"] == len(
         load_federation(app / "federation").rehearsal_test(1)["y"]
@@ -295,7 +295,7 @@ def test_certificates_that_cannot_be_used_are_refused_in_one_line(tmp_path, app)
     for files, reason in cases:
         with pytest.raises(ValueError, match=reason):
             check_certificates(files)
-    # and so does `up --tls`, before anything starts
+    # `up --tls` refuses them, too, before anything starts
     rehearsal = Rehearsal(app)
     make_certificates(rehearsal.certificates.authority.parent, days=-0.5)
     with pytest.raises(ValueError, match="expired on"):
@@ -311,7 +311,7 @@ def test_keys_and_certificates_from_the_command_line(tmp_path):
     made = json.loads(cli(*words).stdout)
     check_certificates(Certificates.at(tmp_path / "tls"))
     assert made["key"].endswith("server.key")
-    assert isinstance(cli(*words).exception, ValueError)  # never over what is there
+    assert isinstance(cli(*words).exception, ValueError)  # existing files are not overwritten
     assert json.loads(cli("key", tmp_path / "node", "--json").stdout)["public"].endswith("node.pub")
     check_node_key(tmp_path / "node")
 

@@ -1,4 +1,4 @@
-"""Evaluation on the clients' own test data: the simulator's figures, from sums and counts alone."""
+"""Evaluation on the clients' own test data: the same values as in the simulator, from sums and counts only."""
 
 import functools
 
@@ -24,7 +24,7 @@ METRICS = ("loss", "accuracy")
 
 
 def metrics(params, batch):
-    """A loss, and an accuracy in which an example counts as often as its row's number of large values says."""
+    """A loss, and an accuracy in which the weight of an example is the number of large values in its row."""
     residual = batch["x"] @ params["w"] + params["b"] - batch["y"]
     times = batch["mask"] * (1.0 + jnp.sum(batch["x"] > 0.5, -1))
     return {"loss": (0.5 * residual**2 * batch["mask"], batch["mask"]), "accuracy": (times * (residual > 0), times)}
@@ -117,7 +117,7 @@ def test_it_is_the_simulators_evaluation_in_float32_at_the_stated_bytes():
     grid, served = check_against_the_simulator(1e-6)
     assert served.history["evaluate/asked"].tolist() == [0, 5, 5]
     assert served.history["evaluate/tested"].tolist() == [0, 4, 4]
-    assert served.history["evaluate/untested"].tolist() == [0, 1, 1]  # counted, and no fault
+    assert served.history["evaluate/untested"].tolist() == [0, 1, 1]  # counted, but not as a fault
     assert not any(served.counts.values())
     asked = questions(grid)
     answers = [m for m in grid.received if m.metadata.reply_to_message_id in {q.metadata.message_id for q in asked}]
@@ -127,7 +127,7 @@ def test_it_is_the_simulators_evaluation_in_float32_at_the_stated_bytes():
         assert array_bytes(message) == model
         assert model < serialized_bytes(message) <= model + MESSAGE + BUFFER
     for message in answers:
-        # a sum and a count for every metric, how many examples, and names: nothing else leaves a node
+        # only a sum and a count for every metric, the number of examples, and names leave a node
         numbers = sums if message.content[PLAIN]["examples"] else 0
         assert array_bytes(message) == numbers
         assert set(message.content) <= {PLAIN, "arrays"}
@@ -232,7 +232,7 @@ def test_test_data_that_does_not_fit_is_a_refusal_with_the_reason():
 
 def test_without_any_score_the_run_goes_on_and_says_so():
     grid = grid_of()
-    grid.apps = client_app(ALG, start(), load, cache=False, fingerprint="ours")  # no test data anywhere
+    grid.apps = client_app(ALG, start(), load, cache=False, fingerprint="ours")  # no client has test data
     told = []
     served = run(grid, rounds=2, on_round=told.append)
     assert served.history["evaluate/untested"].tolist() == [5, 5]
@@ -259,7 +259,7 @@ def test_late_answers_are_late_and_a_restart_after_the_last_round_keeps_the_scor
     assert served.counts["late"] == 1
     assert served.history["late"].tolist() == [0, 1]
     assert np.isnan(served.clients["test_loss"][0])
-    again = run(grid_of(), rounds=2, checkpoints=tmp_path)  # nothing is left to do but to write the folder
+    again = run(grid_of(), rounds=2, checkpoints=tmp_path)  # all rounds are done; only the folder is written
     for name, values in served.clients.items():
         np.testing.assert_array_equal(again.clients[name], values)
     assert "tested 3/5" in server.Round(2, 2, {n: c[-1] for n, c in served.history.items()}, {}, 1.0, ()).line()

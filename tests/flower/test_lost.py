@@ -1,7 +1,7 @@
-"""Clients whose state is lost: a node reinstalled, a disk wiped. Nobody trains from garbage; both sides agree again.
+"""Clients that lost their state: a reinstalled node, a wiped disk. No client trains from a wrong state.
 
-SCAFFOLD's c is the mean of the c_i. When c_3 becomes 0, c is too large by c_3 / N, which the server cannot know: so all
-start anew from the current model. The rounds before and after are written out in NumPy.
+SCAFFOLD's c is the mean of the c_i. When c_3 becomes 0, c is too large by c_3 / N, which the server does not know. So
+all start anew from the current model. The rounds before and after are computed in NumPy, too.
 """
 
 import functools
@@ -18,7 +18,9 @@ from flower.test_states import committed, in_folders, states_on
 from zoo import loss, start
 
 STEPS, RATE, N = 3, 0.05, SPLIT.num_clients
-ALG = scaffold(loss, client_lr=RATE, batch_size=None, steps=STEPS)  # no shuffling: NumPy needs no keys
+ALG = scaffold(
+    loss, client_lr=RATE, batch_size=None, steps=STEPS
+)  # full batches: no shuffling, so NumPy needs no random keys
 LEDGER = ledger()
 QUICK = Policy(deadline=0.05, join=0.5)
 LOSER = 3
@@ -49,7 +51,7 @@ class ByHand:
         self.x, self.c = self.x - moved, self.c + changed / N
 
     def replay(self, arrived, restarted):
-        """The rounds of a run in which only the loser was ever away."""
+        """Compute the rounds of a run in which only client LOSER was away at times."""
         for count, anew in zip(arrived, restarted, strict=True):
             if anew:
                 self.__init__(self.x)
@@ -71,7 +73,7 @@ def own_states(grid, served):
 
 
 def reinstall(grid, client=LOSER, node=None):
-    """The site's machine is new: another node, with nothing but its config."""
+    """The site has a new machine: another node that has only its config."""
     config = grid.contexts.pop(100 + client).node_config
     grid.join(node or 100 + client + 100, config)
     return grid
@@ -111,7 +113,7 @@ def test_scaffold_starts_anew_where_both_sides_agree(how, x64, tmp_path, capsys)
 
 
 def test_resetting_one_scaffold_client_alone_would_leave_c_too_large_by_its_share(x64):
-    """Why all start anew: what is missing is c_3 / N, and it stays missing."""
+    """Why all must start anew: otherwise c is wrong by c_3 / N in all later rounds."""
     grid, had = grid_of(ALG), []
 
     def lose(told):
@@ -200,7 +202,7 @@ class Stop(Exception):
 
 @pytest.mark.parametrize(("every", "killed_after"), [(3, 4), (1, 5)])
 def test_a_server_killed_around_a_restart_goes_on_in_agreement(every, killed_after, x64, tmp_path):
-    """All start anew before round 4: the first kill is before that was saved, the second after."""
+    """All start anew before round 4. The first kill is before the checkpoint of this, the second after it."""
     grid = in_folders(grid_of(ALG), tmp_path / "states")
 
     def act(told):

@@ -1,4 +1,4 @@
-"""Packing: what goes in comes out, and nothing else is let in."""
+"""Packing: unpacking is the inverse of packing, and other layouts are refused."""
 
 import json
 

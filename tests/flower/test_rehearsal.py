@@ -1,6 +1,6 @@
-"""Real rehearsals on loopback: a SuperLink and three SuperNodes as processes, and everything that can happen to them.
+"""Real rehearsals on loopback: a SuperLink and three SuperNodes as processes, with faults, crashes and restarts.
 
-A message takes seconds here (Flower starts a process for each), so rounds are few and every test is a whole story.
+A message takes seconds here (Flower starts a process for each), so rounds are few and each test covers many things.
 """
 
 import json
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationW
 
 BASE = ("data.clients=3", "cohort=all", "evaluation.every=1", "model.hidden=[16]", "algorithm.batch_size=20")
 
-# Appended to an app's client: what a node does wrong, in which round, as its config says ("kind@round").
+# Appended to an app's client. The node's config gives the kind of fault and its round ("kind@round").
 FAULTY = """
 
 import pathlib, time
@@ -80,7 +80,7 @@ def make_app(folder: Path, *settings: str, faulty: bool = False, **policy) -> Pa
 
 @pytest.fixture
 def rehearse():
-    """Rehearsals that are stopped whatever happens."""
+    """Makes rehearsals, and stops them at the end of the test."""
     made = []
 
     def start(app: Path, **options) -> Rehearsal:
@@ -128,7 +128,7 @@ def simulated(*settings: str):
 
 
 def test_fedavg_with_tls_registered_nodes_and_bad_replies(rehearse, tmp_path):
-    """NaN and a wrong shape in round 1, 100 MB of garbage in round 2: rejected, named, and training goes on."""
+    """NaN and a wrong shape in round 1, 100 MB of garbage in round 2: rejected and reported; training continues."""
     app = make_app(tmp_path / "app", "rounds=2", "algorithm.client_lr=0.3", faulty=True)
     faults = {0: {"fault": "nan@0"}, 1: {"fault": "shape@0"}, 2: {"fault": "huge@1"}}
     rehearsal = rehearse(app, tls=True, configs=faults)
@@ -155,9 +155,9 @@ def test_fedavg_with_tls_registered_nodes_and_bad_replies(rehearse, tmp_path):
     for client, word in ((0, "nonfinite"), (1, "malformed: leaf .pseudograd"), (2, "oversized: it sent 100 MB")):
         (note,) = [line for line in lines if word in line]
         assert note.startswith(f"client {client} (node ")
-    assert table["test_loss"][-1] < 1.9  # ln 10 = 2.30 is the loss of knowing nothing
+    assert table["test_loss"][-1] < 1.9  # ln 10 = 2.30 is the loss of a uniform guess
     title = "fedavg on digits, deployed: mlp, cohort all, seed 0"
-    save(draw_run(table, title), tmp_path / "again.png")  # the nodes' own picture is of these columns
+    save(draw_run(table, title), tmp_path / "again.png")  # the picture in the run folder is drawn from these columns
     np.testing.assert_array_equal(imread(tmp_path / "again.png"), imread(tmp_path / "run" / "curves.png"))
 
 
@@ -169,7 +169,7 @@ def test_mime_two_phase_and_scaffold_survive_kills_of_a_node_and_of_the_server(r
     app = make_app(tmp_path / "scaffold", *scaffold, faulty=True, deadline=25.0, minimum=2, too_few="wait")
     rehearsal = rehearse(app, configs={2: {"fault": "hang@1", "marker": str(marker)}})
 
-    # Mime: two exchanges a round, the simulator's model
+    # Mime: two exchanges per round, the same model as in the simulator
     lines: list[str] = []
     assert run_app(rehearsal.link, first, str(tmp_path / "mime-run"), on_line=lines.append)[0] == "finished:completed"
     whole = simulated(*mime)
@@ -213,7 +213,7 @@ def test_mime_two_phase_and_scaffold_survive_kills_of_a_node_and_of_the_server(r
     third = (out / "checkpoints" / "00000003" / "manifest.json").stat().st_mtime
     compiled = [place.stat().st_mtime for place in (rehearsal.folder / "compiled").glob("*-cache")]
     assert len(compiled) >= 2
-    assert max(compiled) < third  # kept over messages, restarts and runs: nothing was compiled again
+    assert max(compiled) < third  # compiled programs were reused over messages, restarts and runs
 
 
 def check_scaffold(out: Path, rehearsal: Rehearsal, settings: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Rounds that go wrong: what is late, missing, malformed, not finite or too large is left out, counted and named."""
+"""Faulty replies: late, missing, malformed, not finite or too large ones are left out, counted and reported."""
 
 import json
 
@@ -81,7 +81,7 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def lost():
-    """What training is when that upload is simply lost."""
+    """The run in which that upload is lost."""
     tamper = only(BAD, lambda reply: None, rounds=(1,))
     return deploy(ALG, grid_of(ALG, tamper=tamper), rounds=3, policy=QUICK).params
 
@@ -109,7 +109,7 @@ def test_a_reply_that_flower_cannot_read_takes_no_other_with_it():
     honest = grid.pull_messages
 
     def pull(ids):
-        """Client 1's reply in round 2 is not what Flower makes."""
+        """Client 1's reply in round 2 is not a valid Flower message."""
         bad = {m.metadata.message_id for m in grid.sent if m.content[PLAIN].get("round") == 1}
         bad &= {m.metadata.message_id for m in grid.sent if m.content[PLAIN].get("client") == BAD}
         if bad & set(ids):

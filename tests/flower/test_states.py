@@ -1,7 +1,7 @@
-"""Client states under lost and late uploads, and restarts of either side: server and clients always agree.
+"""Client states with lost and late uploads, and restarts of server or nodes: server and clients stay consistent.
 
-The ledger algorithm makes the law checkable: the server's ``mean`` is the mean of the clients' states exactly as long
-as both sides agree on which uploads were taken in.
+The ledger algorithm makes this checkable: the server's ``mean`` equals the mean of the clients' states if and only if
+both sides agree on which uploads were accepted.
 """
 
 import jax
@@ -30,7 +30,7 @@ def states_on(grid, client):
 
 
 def committed(grid, served):
-    """Every client's state as the next order would have it, read from its node."""
+    """The state from which every client would start its next work, read from its node."""
     rows = []
     for client in range(SPLIT.num_clients):
         buffers = states_on(grid, client).read(served.taken.get(client, "init"))
@@ -108,7 +108,7 @@ def test_a_restarted_server_ends_where_an_uninterrupted_one_does(every, killed_a
 
 
 def test_a_server_killed_within_a_round_redoes_it(tmp_path):
-    """Uploads of the first try must not be taken for those of the second: the clients start from what was taken in."""
+    """After a restart, uploads of the first try are not used; clients start from their last accepted upload."""
     killed = []
 
     def kill(order, reply):
@@ -145,7 +145,7 @@ def test_a_restarted_node_goes_on_from_its_folder(tmp_path):
 
 
 def test_the_first_state_is_made_of_the_servers_parameters():
-    """A node's own parameters count for their shapes alone: FedSplit's z starts at the server's x."""
+    """Only the shapes of a node's own parameters are used: FedSplit's z starts at the server's x."""
     alg = ALG._replace(init_client=lambda p: jnp.stack([p["w"][0], p["b"], p["b"]]))
     grid = grid_of(alg, params=jax.tree.map(lambda leaf: leaf + 5, start()))
     served = deploy(alg, grid, rounds=1)

@@ -1,4 +1,4 @@
-"""Every algorithm and transform of the zoo, deployed: what the simulator computes, at the bytes that ``cost`` says."""
+"""Every algorithm and transform of the zoo, deployed: the simulator's results, with the bytes of ``cost``."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ LOSSY = bernoulli(0.5)
 def test_deployed_is_simulated_in_float64_at_the_stated_bytes(name, x64, monkeypatch):
     """Three rounds of partial cohorts with lost uploads: parameters, server state and history are the simulator's."""
     alg = ROWS[name].make(**RAGGED)
-    monkeypatch.setattr(run, "WINDOW", 2)  # as the laws of the engine run it: its program is compiled once for both
+    monkeypatch.setattr(run, "WINDOW", 2)  # as in the laws of the engine, so that both share a compiled program
     simulated = simulate(alg, start(), SPLIT, rounds=3, cohort=2, arrival=LOSSY, devices=1)
     grid = grid_of(alg, name="zoo", tamper=losing(LOSSY))
     policy = Policy(deadline=0.02, join=1.0)
@@ -32,7 +32,7 @@ def test_deployed_is_simulated_in_float64_at_the_stated_bytes(name, x64, monkeyp
 
 
 def check_bytes(alg, grid):
-    """Payloads are exactly ``cost``'s, and all that is serialised is that and the stated overhead."""
+    """The arrays have exactly the bytes of ``cost``, and a serialised message has at most the stated overhead."""
     expected = cost(alg, start(), SPLIT).exchanges
     orders = {m.metadata.message_id: m.content[PLAIN] for m in grid.sent if "exchange" in m.content[PLAIN]}
     downs = [(m, expected[orders[m.metadata.message_id]["exchange"]].down) for m in grid.sent[SPLIT.num_clients :]]
@@ -51,7 +51,7 @@ def check_bytes(alg, grid):
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_deployed_is_simulated_in_float32_under_a_pipeline_that_changes_shapes(name):
-    """The stored examples do not fit the loss: they do after the preprocessing, which adds random noise too."""
+    """The stored examples fit the loss only after the preprocessing, which also adds random noise."""
     alg = ROWS[name].make(**RAGGED)
     client = client_app(alg, start(), load_wide, preprocess=narrow, cache=False, fingerprint="zoo")
     grid = InProcessGrid(client, {100 + i: {"partition-id": i} for i in range(WIDE.num_clients)})

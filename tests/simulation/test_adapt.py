@@ -1,4 +1,4 @@
-"""Post-adaptation scores against fine-tuning by hand."""
+"""Scores after adaptation are compared with fine-tuning in NumPy."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +43,7 @@ def test_scores_are_fine_tuning_by_hand():
     before, after = by_hand(support, query, 4, 0.1)
     np.testing.assert_allclose(scores["error"], [before, query.sizes], rtol=1e-10)
     np.testing.assert_allclose(scores["adapted_error"], [after, query.sizes], rtol=1e-10)
-    row = summarize(scores, "")  # pooled, and client by client
+    row = summarize(scores, "")  # over all examples, and over clients
     np.testing.assert_allclose(row["adapted_error"], after.sum() / query.num_examples, rtol=1e-10)
     np.testing.assert_allclose(row["adapted_error_client_mean"], np.mean(after / query.sizes), rtol=1e-10)
     np.testing.assert_allclose(row["adapted_error_client_worst"], np.max(after / query.sizes), rtol=1e-10)
@@ -53,7 +53,7 @@ def test_training_clients_adapt_on_their_training_examples():
     other = problem(sizes=(3, 5, 4, 6), seed=0)
     test = Split.from_clients(
         [other.split.client(j) if j != 2 else {k: v[:0] for k, v in other.split.client(2).items()} for j in range(4)]
-    )  # client 2 has nothing to be tested on
+    )  # client 2 has no query examples
     data = FederatedData(P.split, test)
     scores = adaptation(loss, metrics, data, steps=3, lr=0.05, batch_size=None)(jnp.asarray(X))
     before, after = by_hand(P.split, test, 3, 0.05)
@@ -64,7 +64,7 @@ def test_training_clients_adapt_on_their_training_examples():
 
 
 def test_batches_are_of_the_support_set_alone_and_the_same_for_every_model():
-    """The query examples are poisoned: one step on any of them would send the model far away."""
+    """The query examples have extreme values: one training step on any of them would move the model far away."""
     rows = Split({**P.split.arrays, "row": np.arange(P.split.num_examples)}, P.split.offsets)
     _, query = divide(rows, 0.5, seed=1)
     y = np.array(rows.arrays["y"])

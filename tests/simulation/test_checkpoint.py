@@ -1,4 +1,4 @@
-"""Checkpoints: what is named is whole, what is damaged is refused by name, a resumed run is the same run."""
+"""Checkpoints: they are complete, damaged ones are refused with their name, a resumed run gives the same results."""
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +70,7 @@ def test_a_stopped_and_resumed_run_is_bit_identical(tmp_path, states_in):
         on_progress=lambda progress: progress.round >= 5,
         **options,
     )
-    assert 5 <= stopped.info.stopped_at < 9  # portions follow the pace of the machine
+    assert 5 <= stopped.info.stopped_at < 9  # the rounds in a portion depend on the speed of the machine
     resumed = simulate(
         counting(), jnp.float32(2.0), clients(), checkpoints=Checkpoints(tmp_path, every=2, resume=True), **options
     )

@@ -1,4 +1,4 @@
-"""Sweeps by workers: the trials are those of one machine, and a bundle that is done is not run again."""
+"""Sweeps by workers: the trials equal those on one machine, and a finished bundle is not run again."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def test_workers_find_what_one_machine_finds_and_repeat_nothing(tmp_path, monkey
     pytest.importorskip("submitit")
     config, tuning = sweep()
     there, out = Cluster("local", 2), tmp_path / "dealt"
-    with monkeypatch.context() as patch:  # a launch of which one worker alone came through
+    with monkeypatch.context() as patch:  # a launch in which only one worker finishes
         patch.setattr(cluster, "_work", lambda executor, commands, out, news: run_bundle(out, 0))
         with pytest.raises(ConfigError, match=r"1 of 2 bundles did not finish \(1\).*--resume"):
             sweep_on(there, config, tuning, out)

@@ -1,4 +1,4 @@
-"""Anyone's convolutions inside a run: rewritten by default, left alone when asked, with the same results."""
+"""Convolutions of a user's model in a run: rewritten by default, left to XLA on request, with the same results."""
 
 import json
 
@@ -42,7 +42,7 @@ def loss(params, batch, key):
 
 
 def by_hand(loss):
-    """A client of somebody's own, which differentiates by itself."""
+    """A user's own client function, which calls ``jax.grad`` itself."""
 
     def client(down, state, data, key):
         g = jax.grad(loss)(down.params, data.everything(), key)
@@ -103,7 +103,7 @@ def test_it_is_explained():
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["data"] == "streamed from the host"
-    assert found["convolutions"] == {"gradient": [], "train": []}  # a perceptron has none
+    assert found["convolutions"] == {"gradient": [], "train": []}  # a perceptron has no convolutions
     with pytest.raises(ValueError, match="convolutions must be one of 'fast', 'native', got 'slow'"):
         fb.simulate(fb.fedavg(loss), PARAMS, split(), rounds=1, convolutions="slow")
 

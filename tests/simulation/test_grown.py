@@ -1,4 +1,4 @@
-"""Matrices kept as the shared one plus what steps added: who qualifies, and that nothing else changes."""
+"""Matrices stored as the shared matrix plus low-rank updates: which ones qualify, and that results do not change."""
 
 import json
 from contextlib import nullcontext
@@ -24,11 +24,11 @@ from fedbraid.lowering.kernels import grown as rows
 from fedbraid.lowering.rows import Site
 from told import told
 
-# --- one step, followed ----------------------------------------------------------------------------------------------
+# --- single steps ----------------------------------------------------------------------------------------------------
 
 
 def walk(step, start, inputs, *, most=None, how="grown"):
-    """The matrices after steps over inputs [K, ...], kept as they come; and which of them grew."""
+    """The matrices after steps over inputs [K, ...], and the rows per step of those that were stored as updates."""
     tree = jax.tree.map(jnp.asarray, start)
     each = jnp.asarray(inputs)
 
@@ -57,7 +57,7 @@ def walk(step, start, inputs, *, most=None, how="grown"):
 
 
 def outputs(x):
-    """Some gradient of outputs that depends on the product, and so on all steps before."""
+    """A gradient of outputs that depends on the product, and so on all earlier steps."""
     return jnp.tanh(x)
 
 
@@ -66,7 +66,7 @@ def descend(w, x, start):
 
 
 def turned(w, x, start):
-    """The layout of PyTorch and equinox: out x in."""
+    """The matrix layout of PyTorch and equinox: out x in."""
     return w - 0.1 * (outputs(w @ x.T) @ x)
 
 
@@ -75,13 +75,13 @@ def prox(w, x, start):
 
 
 def shrink(w, x, start):
-    """Towards the start, by a factor that the compiler does not know."""
+    """A step towards the start, with a factor that is not a constant."""
     by = jnp.abs(x[0, 0]) + 0.5
     return start + (w - start) / by - (x.T * 0.1) @ outputs(x @ w)
 
 
 def back(w, x, start):
-    """With a product along the other axis too."""
+    """A step with a product along the other axis, too."""
     y = outputs(x @ w)
     return w - 0.1 * (x + 0.3 * outputs(y @ w.T)).T @ y
 
@@ -91,7 +91,7 @@ def twice(w, x, start):
 
 
 def halves(w, x, start):
-    """Inputs in bfloat16, as one convolution hands them to the next on a GPU; the product's result is float32."""
+    """Inputs in bfloat16, as between convolutions on a GPU; the product's result is float32."""
     y = outputs(x @ w)
     return w - jnp.asarray(0.1, w.dtype) * jnp.matmul(x.astype(jnp.bfloat16).T, y)
 
@@ -107,7 +107,7 @@ def test_a_product_of_two_dtypes_grows_and_its_rate_is_not_rounded(shape):
 
 
 def by_numpy(name, w, inputs):
-    """The same steps on whole matrices, in another language."""
+    """The same steps on whole matrices, in NumPy."""
     start, tanh = w, np.tanh
     for x in inputs:
         if name == "turned":
@@ -172,7 +172,7 @@ def scanned(w, x, start):
 
 
 def mixed(w, x, start):
-    """A product of halves, summed in singles."""
+    """A product of bfloat16 values, summed in float32."""
     y, x = outputs(x @ w).astype(jnp.bfloat16), x.astype(jnp.bfloat16)
     return w - 0.1 * jnp.matmul(x.T, y, preferred_element_type=w.dtype)
 
@@ -220,8 +220,8 @@ def test_it_pays_for_a_large_matrix_and_few_steps():
     large = (9216, 128)
     assert pays(large, 20, Extent(10, 10, 100))
     assert pays(large, 20, Extent(10, 10, 100), jnp.float32)
-    assert pays(large, 20, Extent(50, 14, 25))  # a few clients are long
-    assert not pays(large, 20, Extent(500, 14, 25))  # but not so long
+    assert pays(large, 20, Extent(50, 14, 25))  # a few clients take many steps
+    assert not pays(large, 20, Extent(500, 14, 25))  # too many steps
     assert not pays(large, 20, Extent(50, 50, 100))  # all take many steps
     assert not pays(large, 20, Extent(10, 10, 2))  # few clients
     assert not pays((784, 300), 10, Extent(10, 10, 10))  # a small matrix
@@ -265,9 +265,9 @@ def test_kernels_read_the_rows_that_are_there(dtype, b, d, room):
 
 
 def test_kernels_write_no_further_than_there_is_room(monkeypatch):
-    """A step may multiply a larger batch than the one that it adds; what follows in memory is another client's.
+    """A step may multiply a larger batch than the one that it adds. The next rows in memory belong to another client.
 
-    A kernel that is interpreted drops what a GPU would write there, so such writes are made to show.
+    Pallas' interpret mode drops writes past the end, which a GPU would do. Here such writes put NaN into row 0.
     """
     store = rows.gpu.store
 
@@ -287,7 +287,7 @@ def test_kernels_write_no_further_than_there_is_room(monkeypatch):
 
 
 def larger(w, x, start):
-    """Looks at twice the batch on the way, the larger one last."""
+    """A step that also multiplies a batch of twice the size, after the one that it adds."""
     y = outputs(x @ w)
     seen = outputs(jnp.concatenate([x, 2 * x]) @ w)
     return w - 0.1 * x.T @ (y + 0.1 * seen.sum())
@@ -307,7 +307,7 @@ def test_a_step_may_multiply_more_than_it_adds(on_gpu, monkeypatch):
 
 # --- whole runs ------------------------------------------------------------------------------------------------------
 
-BATCH = 17  # more than the few rows for which a CPU has another way
+BATCH = 17  # larger than the few rows for which a CPU uses another method
 
 
 def split(sizes, d=12, classes=5):
@@ -381,7 +381,7 @@ def test_who_grows():
     assert "102 at most" in grew(fb.fedprox(MODEL.loss, alpha=0.5, batch_size=BATCH, epochs=2), RAGGED)[0]
     assert not grew(fb.scaffold(MODEL.loss, batch_size=BATCH), ALIKE)
     assert not grew(fb.fomaml(MODEL.loss, batch_size=BATCH), ALIKE)
-    assert not grew(fb.fedavg(MODEL.loss, batch_size=BATCH), ALIKE, how="auto")  # this is no GPU
+    assert not grew(fb.fedavg(MODEL.loss, batch_size=BATCH), ALIKE, how="auto")  # not on a CPU
     assert not grew(fb.fedavg(MODEL.loss, batch_size=BATCH), ALIKE, how="whole")
 
 
@@ -439,7 +439,7 @@ def test_on_several_devices():
 
 def test_rows_of_a_client_that_went_astray_reach_nobody_else():
     data = split([34] * 6)
-    data.arrays["x"][:34] = 1e25  # its loss is not a number after a step
+    data.arrays["x"][:34] = 1e25  # the loss is NaN after one step
     alg = fb.fedavg(MODEL.loss, client_lr=0.3, batch_size=BATCH, epochs=2)
     for sizes in (None, np.array([0, 34, 68, 110, 136, 170, 204])):
         data = data if sizes is None else fb.Split(data.arrays, sizes)
@@ -453,13 +453,13 @@ def test_a_run_is_the_same_with_kernels(sizes, monkeypatch):
     alg = fb.fedprox(MODEL.loss, client_lr=0.3, alpha=0.5, batch_size=BATCH)
     options = {"rounds": 2, "cohort": 4, "plan": "lanes", "chunk": 2}
     whole = fb.simulate(alg, PARAMS, split(sizes), matrices="whole", **options)
-    monkeypatch.setattr(kernels, "available", lambda: True)  # they are still interpreted
+    monkeypatch.setattr(kernels, "available", lambda: True)  # the kernels still run in interpret mode
     grown = fb.simulate(alg, PARAMS, split(sizes), matrices="grown", **options)
     check_same(grown.params, whole.params)
 
 
 def test_bfloat16_rounds_as_whole_matrices_do(monkeypatch):
-    """On a GPU the rows are kept in bfloat16; a start that was rounded to it shows what that does to a round."""
+    """On a GPU the rows are kept in bfloat16. A start rounded to bfloat16 shows the effect of that on a round."""
     alg = fb.fedavg(MODEL.loss, client_lr=0.1, batch_size=BATCH)
     options = {"rounds": 1, "cohort": 7, "plan": "lanes", "chunk": 7}
     exact = fb.simulate(alg, PARAMS, split(ALIKE), matrices="whole", **options).params

@@ -1,4 +1,4 @@
-"""Several hosts: real processes on this machine, two devices each, do what one process with four devices does."""
+"""Several hosts: two real processes with two devices each give the results of one process with four devices."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ SETTINGS = ["model.name=softmax_regression", "cohort=8", "arrival.drop=0.2", "ev
 
 @pytest.fixture
 def start():
-    """Starts the processes of one run; they compile as little as the tests here do, and end with the test."""
+    """Starts the processes of one run, with little optimization by the compiler, and ends them with the test."""
     started = []
 
     def begin(folder, settings, count=2):
@@ -73,7 +73,7 @@ def test_two_hosts_do_what_one_with_as_many_devices_does(tmp_path, start):
 
 
 def test_a_killed_host_stops_the_others_and_the_run_goes_on_without_it(tmp_path, start):
-    """SCAFFOLD, whose clients' states the first host keeps for all."""
+    """SCAFFOLD: the first host keeps all client states."""
     settings = [*SETTINGS, "algorithm.name=scaffold", "engine.states_in=host", "checkpoint.every=8"]
     endless, folder = [*settings, "rounds=5000"], tmp_path / "two"
     first, other = start(folder, endless)
@@ -94,7 +94,7 @@ def test_a_killed_host_stops_the_others_and_the_run_goes_on_without_it(tmp_path,
     close(server, same_server)
     close(states, same_states)
 
-    # on one host, from where the two came to
+    # continued on one host
     rounds = done + 4
     resumed = load_config(settings=[*settings, f"rounds={rounds}"])
     summary = run_config(resumed, folder, resume=True)

@@ -1,4 +1,4 @@
-"""Out of device memory: the run goes on with fewer clients at a time, and ends where it would have."""
+"""Out of device memory: the run continues with fewer clients at a time and gives the same result."""
 
 import functools
 import re
@@ -19,7 +19,7 @@ OPTIONS = {"rounds": 4, "cohort": 4, "devices": 1}
 
 
 def scarce(limit, *, after=0):
-    """The zoo's loss on a device where more than ``limit`` clients together do not fit, from some call on."""
+    """The zoo's loss on a device that runs out of memory with more than ``limit`` clients, from some call on."""
     calls = []
 
     def allocate(mask):
@@ -30,7 +30,7 @@ def scarce(limit, *, after=0):
         return np.zeros(mask.shape[:-1], np.float32)
 
     def hungry(params, batch, key):
-        # the program itself fails, in the middle of its work, as a device does
+        # the program itself fails in the middle of its work, like a real device
         shape = jax.ShapeDtypeStruct((), jnp.float32)
         return loss(params, batch, key) + jax.pure_callback(allocate, shape, batch["mask"], vmap_method="broadcast_all")
 
@@ -54,7 +54,7 @@ def undisturbed():
 @pytest.mark.parametrize(
     ("plan", "limit", "states_in", "data_in", "halved"),
     [
-        ("chunks", 2, "device", "host", [("4", "2")]),  # and there it stays
+        ("chunks", 2, "device", "host", [("4", "2")]),  # it keeps this chunk
         ("lanes", 1, "host", "device", [("4", "2"), ("2", "1")]),
     ],
 )
@@ -69,7 +69,7 @@ def test_the_chunk_halves_and_nothing_is_lost(plan, limit, states_in, data_in, h
             chunk=4,
             states_in=states_in,
             data_in=data_in,
-            on_progress=lambda progress: None,  # looks after every round or so: earlier ones must stay done
+            on_progress=lambda progress: None,  # short calls: rounds before the failing one must not be repeated
             **OPTIONS,
         )
     assert [re.search(r"with (\d) .* again with (\d)$", n).groups() for n in notices] == halved
@@ -83,7 +83,7 @@ def test_the_chunk_halves_and_nothing_is_lost(plan, limit, states_in, data_in, h
 
 
 def test_an_exchange_that_fails_takes_the_round_back():
-    """Two exchanges, states on the host: the second fails in every round, the first must not count twice."""
+    """Two exchanges, states on the host: the second fails in every round, and the first must not be applied twice."""
 
     def two(second):
         base = algorithm(loss).exchanges[0]
@@ -104,7 +104,7 @@ def test_one_client_that_does_not_fit_is_an_error_and_the_checkpoint_stays(tmp_p
         simulate(
             algorithm(scarce(0, after=30)), start(), clients(), plan="sequential", on_progress=seen.append, **options
         )
-    assert seen  # it got somewhere, and goes on from there on a larger device
+    assert seen  # some rounds were completed; a larger device continues from there
     resumed = simulate(
         algorithm(loss), start(), clients(), **{**options, "checkpoints": Checkpoints(tmp_path, every=1, resume=True)}
     )
@@ -124,7 +124,7 @@ def test_other_errors_are_not_taken_for_it():
 
 
 def test_a_resumed_run_keeps_the_chunk_that_was_halved(tmp_path):
-    """A run halves its chunk when memory runs out. Resumed, it takes the same chunk and so ends with the same bits."""
+    """A run halves its chunk when memory runs out. Resumed, it uses the same chunk and so ends with the same bits."""
 
     def run(alg, rounds, resume):
         options = {"checkpoints": Checkpoints(tmp_path, 1, resume), "rounds": rounds, "devices": 1, "plan": "chunks"}

@@ -1,4 +1,4 @@
-"""Large populations: only clients that were asked take room, and a checkpoint of their states copies none of them."""
+"""Large populations: only clients that were asked take memory, and a checkpoint does not copy states in a folder."""
 
 import os
 from pathlib import Path
@@ -22,7 +22,7 @@ MB = 1 << 20
 
 
 def resident() -> int:
-    """Bytes of memory that this process holds."""
+    """Bytes of memory that this process uses."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -40,7 +40,7 @@ deeds = st.lists(st.one_of(ids, st.just("save"), st.integers(1, checkpoint.KEEP 
 @settings(max_examples=60, deadline=None)
 @given(deeds, st.booleans())
 def test_states_are_those_of_a_plain_dictionary(tmp_path_factory, deeds, in_folder):
-    """Writes, checkpoints and returns to any checkpoint that may still be named, in any order."""
+    """Random sequences of writes, checkpoints, and returns to any checkpoint that is still kept."""
     folder = tmp_path_factory.mktemp("states") if in_folder else None
     store, plain, saved = HostStates(FIRST, 10, folder), {}, []
     for count, deed in enumerate(deeds):
@@ -49,11 +49,11 @@ def test_states_are_those_of_a_plain_dictionary(tmp_path_factory, deeds, in_fold
         elif isinstance(deed, int):
             if len(saved) >= deed:
                 exported, plain = saved[-deed][0], dict(saved[-deed][1])
-                saved = saved[: len(saved) - deed + 1]  # those after it are written again
+                saved = saved[: len(saved) - deed + 1]  # later checkpoints will be written again
                 store = HostStates(FIRST, 10, folder)
                 store.restore(exported)
         else:
-            rows = np.array([*deed, 10])  # 10 is no client: an empty slot
+            rows = np.array([*deed, 10])  # 10 is not a client but an empty slot
             new = {"c": np.full((len(rows), 3), count, np.float32), "n": np.full(len(rows), -count, np.int8)}
             store.write(rows, new)
             plain |= dict.fromkeys(deed, count)
@@ -69,7 +69,7 @@ def test_records_are_used_again_when_no_checkpoint_needs_them(tmp_path):
     for round_ in range(50):
         store.write(np.arange(10), {"c": np.full((10, 3), round_, np.float32), "n": np.zeros(10, np.int8)})
         store.export()
-    # those in use, and those of the checkpoints that may be named: not fifty times ten
+    # the records in use and those of the kept checkpoints, not 50 * 10 records
     assert (tmp_path / "states.bin").stat().st_size <= (1 + checkpoint.KEEP + 1) * 10 * 13
 
 
@@ -108,13 +108,13 @@ def test_states_move_to_another_place_with_a_checkpoint(tmp_path, before, after)
 
 
 def pull(params, batch, key):
-    """Clients pull every weight towards their own numbers."""
+    """Each client pulls every weight towards its own numbers."""
     towards = jnp.sum(batch["x"].astype(jnp.float32) * batch["mask"][:, None]) / 100
     return 0.5 * jnp.mean((params - towards) ** 2) * params.size
 
 
 def sparse_split(path: Path, population: int, width: int) -> fb.Split:
-    """One example per client in a file, the first number of client i being i mod 251."""
+    """One example per client in a file; the first number of client i is i mod 251."""
     x = np.memmap(path, np.uint8, "w+", shape=(population, width))
     x[:, 0] = np.arange(population) % 251
     x.flush()
@@ -131,7 +131,7 @@ def test_a_million_stateless_clients_take_no_more_memory_than_a_thousand(tmp_pat
     run(1_000)  # compiles
     before = resident()
     run(1_000_000)
-    assert resident() - before < 100 * MB  # its data are 400 MB, 800 MB on two devices
+    assert resident() - before < 100 * MB  # the data is 400 MB, and would be 800 MB on two devices
 
 
 def test_states_of_forty_gigabytes_take_the_room_of_those_who_were_asked(tmp_path):
@@ -160,7 +160,7 @@ def test_states_of_forty_gigabytes_take_the_room_of_those_who_were_asked(tmp_pat
 
     saving = Checkpoints(tmp_path / "saved", every=1)
     run(tmp_path / "parts", checkpoints=saving, on_progress=lambda progress: progress.round >= 2)
-    # two checkpoints of a server (a model and c): the states are in neither
+    # two checkpoints of a server (a model and c), without the client states
     size = sum(allocated(p) for p in (tmp_path / "saved").rglob("*") if p.is_file())
     assert size < 2 * 2 * one + MB
     resumed = run(tmp_path / "parts", checkpoints=saving._replace(resume=True))
@@ -176,7 +176,7 @@ def test_a_store_is_named_by_its_folder(tmp_path):
     settings = [f"data.name={tmp_path / 'mine'}", "model.name=softmax_regression", "cohort=2"]
     with told("the field 'x' stores bytes and no preprocessing is named.*data.preprocess"):
         assert build(load_config(settings=settings)).data.train.num_clients == 6
-    for steps in ('[{name="scale"}]', '[{name="scale", factor=1.0}]'):  # and what it says to write ends it
+    for steps in ('[{name="scale"}]', '[{name="scale", factor=1.0}]'):  # with the proposed settings the notice is gone
         made = build(load_config(settings=[*settings, f"data.preprocess={steps}"]))
         assert made.data.train.preprocess == made.data.preprocess is not None
     with pytest.raises(ConfigError, match=r"data.name .*yours' does not exist"):

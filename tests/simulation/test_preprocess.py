@@ -1,4 +1,4 @@
-"""The data's preprocessing is applied where batches are taken: in training, in evaluation and in fine-tuning."""
+"""The data's preprocessing is applied when batches are taken: in training, in evaluation and in fine-tuning."""
 
 from dataclasses import replace
 
@@ -31,13 +31,13 @@ def narrow(batch, key, train):
 
 
 def noisy(batch, key, train):
-    """The same, and random noise in training: an augmentation."""
+    """The same, with random noise in training (an augmentation)."""
     x = narrow(batch, key, train)["x"]
     return {**batch, "x": x + jax.random.normal(key, x.shape, x.dtype) if train else x}
 
 
 def stored(preprocess):
-    """Examples that the zoo's loss can read only after preprocessing, which makes them the zoo's own."""
+    """Stored examples that become the zoo's own examples by preprocessing; the zoo's loss needs the preprocessing."""
     x = np.concatenate([2 * PLAIN.arrays["x"], np.ones((PLAIN.num_examples, 2))], 1)
     return replace(PLAIN, arrays={**PLAIN.arrays, "x": x}, preprocess=preprocess)
 
@@ -61,12 +61,14 @@ def test_preprocessed_data_are_the_data_that_they_are_made_into(how, x64):
     got = simulate(alg, start(), FederatedData(wide, wide), **options)
     close(got.params, want.params)
     close(got.evaluations, want.evaluations)
-    close(simulate(alg, start(), wide, **options | {"metrics": None}).params, want.params)  # a split carries its own
+    close(
+        simulate(alg, start(), wide, **options | {"metrics": None}).params, want.params
+    )  # a split has its own preprocessing
     assert cost(alg, start(), wide) == cost(alg, start(), PLAIN)
 
 
 def test_augmentation_has_the_key_of_its_step(x64):
-    """What a loss would draw from the key of its step, the preprocessing draws: nothing else differs."""
+    """The preprocessing gets the key of its step: it draws the numbers that the loss would draw from this key."""
 
     def by_hand(params, batch, key):
         return loss(params, noisy(batch, key, True), key)
@@ -126,7 +128,7 @@ def test_all_splits_of_a_data_set_carry_its_preprocessing():
     assert replace(data, preprocess=half).test.preprocess is half
     assert replace(data, preprocess=None).train.preprocess is None
     assert replace(data, test=PLAIN).test.preprocess is scale
-    assert replace(data, train=stored(narrow)).train.preprocess is scale  # the data set's own counts
+    assert replace(data, train=stored(narrow)).train.preprocess is scale  # the data set's own preprocessing is used
 
 
 def test_shapes_are_those_after_preprocessing():

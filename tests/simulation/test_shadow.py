@@ -1,4 +1,4 @@
-"""The shadow sequence: what it records is what a run does, and the toy it is shown on."""
+"""The shadow sequence: the recorded models equal those of a run; and the toy problem of its picture."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +41,7 @@ def test_iterates_are_fedavg_by_hand():
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "mime"])
 def test_a_trace_ends_where_the_run_does(name):
-    """Ragged batches, part of the clients, weights by examples, states and two exchanges: the same numbers."""
+    """The same numbers with padded batches, partial cohorts, weights by examples, states and two exchanges."""
     alg = {
         "fedavg": lambda: fb.fedavg(loss, client_lr=0.05, batch_size=2, epochs=1),
         "scaffold": lambda: fb.scaffold(loss, client_lr=0.05, batch_size=2, epochs=1),
@@ -55,7 +55,7 @@ def test_a_trace_ends_where_the_run_does(name):
     for t in range(3):
         for j in range(3):
             k = trace.steps[t, j]
-            assert np.all(trace.iterates[t, j, k:] == trace.iterates[t, j, k])  # it stays where it ended
+            assert np.all(trace.iterates[t, j, k:] == trace.iterates[t, j, k])  # the last model is repeated
             assert np.all(np.any(np.diff(trace.iterates[t, j, : k + 1], axis=0) != 0, axis=1))
     np.testing.assert_allclose(trace.weights.sum(1), 1)
     if name == "fedavg":
@@ -121,7 +121,7 @@ def test_the_toys_optimum_and_where_fedavg_stops():
 
 
 def test_shares_of_the_classes_alone_make_no_heterogeneity():
-    """Why the toy turns its clients: x with label -1 is as good as -x with label +1."""
+    """Why the toy problem rotates its clients: x with label -1 is equivalent to -x with label +1."""
     split = two_class(clients=1, examples=50)
     own = split.client(0)
     mirrored = {"x": own["x"] * own["y"][:, None], "y": np.ones_like(own["y"]), "mask": np.ones(50)}

@@ -1,4 +1,4 @@
-"""The engine beyond the laws: how it is computed changes nothing, failures are counted, bad input is refused."""
+"""The engine, in addition to the laws: plans do not change results, failures are counted, bad input is refused."""
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +111,7 @@ def test_sorted_chunks_mask_less_than_one_wide_vmap():
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "transform:median"])
 def test_clients_that_take_as_many_steps_end_together(name):
-    """A count of steps known before; three lanes for five clients leave one empty at the end."""
+    """All clients take the same number of steps; with three lanes for five clients one lane is empty at the end."""
     alg = ROWS[name].make(batch_size=2, steps=3)
     base = simulate(alg, start(), clients(), rounds=2, devices=1, plan="sequential")
     lanes = simulate(alg, start(), clients(), rounds=2, devices=1, plan="lanes", chunk=3)
@@ -119,7 +119,7 @@ def test_clients_that_take_as_many_steps_end_together(name):
     close(base.params, lanes.params)
     close(base.states, lanes.states)
     ragged = simulate(ROWS[name].make(batch_size=2), start(), clients(), rounds=1, devices=1, plan="lanes", chunk=3)
-    assert ragged.info.plan.alike == 0, "clients of 1 to 9 examples do not take as many steps"
+    assert ragged.info.plan.alike == 0, "clients of 1 to 9 examples take different numbers of steps"
 
 
 @pytest.mark.parametrize(("fit", "lanes"), [(None, 100), (500, 100), (40, 34), (99, 50)])
@@ -144,7 +144,7 @@ def test_clients_alike_take_as_many_lanes_as_fit_and_leave_none_idle_at_the_end(
 
 @pytest.mark.parametrize("many", [1, 31, 32, 47, 100, 300])
 def test_sums_over_many_clients_leave_none_out(many):
-    """They are made in groups where there are many: the expected ones are those of whole numbers, which are exact."""
+    """Sums over many rows are made in groups. The expected sums are of whole numbers, which are exact."""
     rows = np.arange(many * 6).reshape(many, 2, 3) ** 2 % 101
     for dtype in (jnp.float64, jnp.int32):
         summed = total({"a": jnp.asarray(rows, dtype), "b": jnp.ones(many, dtype)})
@@ -161,14 +161,14 @@ def test_endings_of_clients_alike_are_one_a_queue():
     assert table.events.tolist() == [3]
     assert table.wait[:3].tolist() == [7, 7, 7]
     assert [(row < 11).sum() for row in table.slot[:3]] == [4, 4, 3]
-    # the engine relies on it: nobody's result is looked for on another lane
+    # the engine relies on this order: it reads the result of entry i on lane i
     assert table.lane[:3].tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 4]]
 
 
 @pytest.mark.parametrize("alike", [0, 140])
 def test_devices_that_get_fewer_clients_than_lanes(alike):
     steps = np.full(5, 7)
-    plan = Plan("lanes", 4, 5, 2, alike=alike)  # two, two, one and none
+    plan = Plan("lanes", 4, 5, 2, alike=alike)  # clients per device: 2, 2, 1 and 0
     slots, load = lay_out(plan, np.arange(5), np.arange(5), steps * 20, [steps], 5)
     assert slots.live.tolist() == [2, 2, 1, 0]
     assert slots.lanes[0].events.tolist() == [1, 1, 1, 0]
@@ -194,14 +194,14 @@ def test_lanes_mask_little_where_a_wide_vmap_masks_most():
                     running[lane], since[lane] = following, now
                     ended.append(slot)
         assert sorted(ended) == list(range(100))
-        assert (table.lane[table.slot == 100] == 25).all(), "what is nobody's is on no lane"
-    # over rounds: a single one may be bound by a client longer than a lane's share
+        assert (table.lane[table.slot == 100] == 25).all(), "padding has no lane"
+    # over several rounds, because in a single round one client may be longer than a lane's share
     assert sum(load.masked for load in loads) < 0.1 * sum(load.masked + load.steps for load in loads)
 
 
 @pytest.mark.parametrize(("seconds", "portions"), [(1e-9, [1] * 7), (1e9, [1, 1, 5])])
 def test_a_call_takes_as_many_rounds_as_its_seconds_allow(seconds, portions, monkeypatch):
-    """On several host devices memory grows within a call: a long run must be many of them."""
+    """With several CPU devices memory grows within a call, so a long run must be divided into many calls."""
     taken, made = [], Feed.portion
     monkeypatch.setattr(run_module, "CALL", seconds)
     monkeypatch.setattr(Feed, "portion", lambda feed, first, number: taken.append(number) or made(feed, first, number))
@@ -229,7 +229,7 @@ def test_drop_rate_and_deadline_are_what_they_say():
     # with sigma 0 nothing is random: 5 steps of 2 seconds and 1 second of latency are 11 seconds
     for limit, arrives in ((10.9, False), (11.1, True)):
         assert bool(deadline(limit, seconds_per_step=2.0, sigma=0.0)(keys[0], 5)) is arrives
-    # no work, latency alone: the median latency is the limit that half the uploads meet
+    # no work, only latency: with the median latency as the limit, half of the uploads arrive
     late = deadline(3.0, seconds_per_step=0.0, median=3.0, sigma=1.0)
     assert np.mean(jax.vmap(lambda k: late(k, 1))(keys)) == pytest.approx(0.5, abs=0.01)
 

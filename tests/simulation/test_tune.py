@@ -1,4 +1,4 @@
-"""Timing plans: the fastest of those that were timed is found, and no result depends on the timing."""
+"""Timing of plans: the fastest plan is found, and results do not depend on the timing."""
 
 import json
 from types import SimpleNamespace
@@ -29,17 +29,32 @@ def close(a, b, tolerance=1e-12):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=tolerance, atol=tolerance)
 
 
-# --- which are tried, and which is taken ------------------------------------------------------------------------------
+# --- which plans are tried, and which one is chosen -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("start_at", "seconds", "tried", "best"),
     [
-        (0, {1: 5, 2: 6, 4: 4, 8: 3, 16: 3.5, 32: 4, 64: 1}, [1, 2, 4, 8, 16, 32], 8),  # over one bump, not over two
+        (
+            0,
+            {1: 5, 2: 6, 4: 4, 8: 3, 16: 3.5, 32: 4, 64: 1},
+            [1, 2, 4, 8, 16, 32],
+            8,
+        ),  # continues after one slower plan, stops after two
         (0, {1: 1, 2: 2, 4: 2, 8: 0}, [1, 2, 4], 1),
-        (3, {8: 2, 16: 3, 32: 3, 4: 1, 2: 1.5, 1: 1.7}, [8, 16, 32, 4, 2, 1], 4),  # nothing better above: below
-        (3, {8: 2, 16: 1, 32: 3, 64: 3}, [8, 16, 32, 64], 16),  # better above: not below
-        (3, {8: 2, 16: None, 4: 2, 2: 3}, [8, 16, 4, 2], 4),  # 16 do not fit, so 32 do not; of equals the smaller
+        (
+            3,
+            {8: 2, 16: 3, 32: 3, 4: 1, 2: 1.5, 1: 1.7},
+            [8, 16, 32, 4, 2, 1],
+            4,
+        ),  # no larger chunk is faster: tries smaller ones
+        (3, {8: 2, 16: 1, 32: 3, 64: 3}, [8, 16, 32, 64], 16),  # a larger chunk is faster: tries no smaller ones
+        (
+            3,
+            {8: 2, 16: None, 4: 2, 2: 3},
+            [8, 16, 4, 2],
+            4,
+        ),  # 16 do not fit, so 32 is not tried; of equal times the smaller chunk
         (3, {8: None, 4: None, 2: 3, 1: 4}, [8, 4, 2, 1], 2),
     ],
 )
@@ -55,7 +70,7 @@ def test_the_search_ends_where_plans_get_slower(start_at, seconds, tried, best):
     assert {plan.chunk: t for plan, t in times.items()} == {chunk: seconds[chunk] for chunk in tried}
     fit = [chunk for chunk in tried if seconds[chunk] is not None]
     assert tuning.fastest(times).chunk == best
-    assert asked[len(tried) :] == sorted(fit, key=seconds.get)[:2] * 2  # the final
+    assert asked[len(tried) :] == sorted(fit, key=seconds.get)[:2] * 2  # the two fastest again, in turn
 
 
 def test_the_final_takes_back_what_a_disturbance_decided():
@@ -75,7 +90,7 @@ def test_candidates_leave_few_slots_empty_and_fit_memory():
     cpu, begin = tuning.candidates("auto", Plan("sequential", 2, 50, 1), cpu=True, most=None)
     assert [p.words() for p in cpu] == ["sequential", *(f"chunks of {c}" for c in (2, 4, 7, 13, 25))]
     assert begin == 0
-    for plan in cpu[1:]:  # the fewest clients at a time that need as few turns
+    for plan in cpu[1:]:  # no smaller chunk needs the same number of chunks
         assert -(-25 // plan.chunk) < -(-25 // (plan.chunk - 1))
     few, _ = tuning.candidates("auto", Plan("sequential", 2, 50, 1), cpu=True, most=6)
     assert [p.chunk for p in few] == [1, 2, 4, 5]
@@ -104,7 +119,7 @@ def test_a_timing_is_of_the_same_rounds_for_every_plan_and_its_shortest_counts(m
             calls.append(number)
             asked.append(number)
             pace = 0.02 if plan.chunk == 1 else 0.01
-            now[0] += number * pace * (1.5 if len(calls) == 2 else 1.0)  # disturbed once
+            now[0] += number * pace * (1.5 if len(calls) == 2 else 1.0)  # one timing is disturbed by other work
 
         return SimpleNamespace(time_rounds=time_rounds)
 
@@ -112,7 +127,7 @@ def test_a_timing_is_of_the_same_rounds_for_every_plan_and_its_shortest_counts(m
     one, two = ladder(1, 2)
     assert meter(one) == pytest.approx(0.02)
     assert meter(two) == pytest.approx(0.01)
-    assert asked == [1] + [6] * 2 * tuning.REPEATS  # the first is to find out how many make up a timing
+    assert asked == [1] + [6] * 2 * tuning.REPEATS  # the first call finds the number of rounds in a timing
     assert tuning.Meter(stage, 3)(one) == pytest.approx(0.02)
     assert asked[-1] == 3
 
@@ -123,13 +138,13 @@ def test_a_timing_is_of_the_same_rounds_for_every_plan_and_its_shortest_counts(m
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("counting", {"devices": 1}),  # stateful, of three exchanges
+        ("counting", {"devices": 1}),  # stateful, with three exchanges
         ("counting", {"devices": 2, "data_in": "host", "states_in": "host"}),
         ("fedsgd", {"devices": 1, "plan": "lanes"}),
     ],
 )
 def test_the_fastest_of_real_timings_is_chosen_and_computes_the_same(name, options, monkeypatch):
-    if options != {"devices": 1}:  # the first is as users have it
+    if options != {"devices": 1}:  # the first case keeps the default SPAN
         monkeypatch.setattr(tuning, "SPAN", 0.002)
     alg = counting() if name == "counting" else ROWS[name].make()
     params = jnp.float64(2.0) if name == "counting" else start()
@@ -170,7 +185,7 @@ def test_what_does_not_fit_is_passed_over(monkeypatch):
 
 
 def test_the_rule_does_not_look_at_what_else_the_machine_does(monkeypatch):
-    """The same configuration takes the same plan, however much memory happens to be free."""
+    """The same configuration gets the same plan, whatever memory is free."""
     plans = []
     for free in (1 << 20, 1 << 40):
         monkeypatch.setattr("fedbraid.simulation.placement.free_memory", lambda device, free=free: free)

@@ -205,15 +205,15 @@ def _timetable(plan: Plan, steps: np.ndarray) -> tuple[Timetable, int]:
             endings.append((time, lane, slot, slot if following is None else following))
     endings.sort()
     events = [
-        (time, alike[at : at + together])
+        (time, ends[at : at + together])
         for time, group in groupby(endings, key=lambda ending: ending[0])
-        for alike in [list(group)]
-        for at in range(0, len(alike), together)
+        for ends in [list(group)]
+        for at in range(0, len(ends), together)
     ]
     wait = np.zeros(plan.slots, np.int32)
     places = np.broadcast_to([[plan.chunk], [plan.slots], [0]], (plan.slots, 3, together)).astype(np.int32)
-    for e, (_, alike) in enumerate(events):
-        places[e, :, : len(alike)] = np.array(alike, np.int32)[:, 1:].T
+    for e, (_, ends) in enumerate(events):
+        places[e, :, : len(ends)] = np.array(ends, np.int32)[:, 1:].T
     wait[: len(events)] = np.diff([time for time, _ in events], prepend=0)
     first = np.array([queue[0] if queue else 0 for queue in queues], np.int32)
     table = Timetable(first, np.array([len(events)], np.int32), wait, *np.moveaxis(places, 1, 0))

@@ -57,7 +57,7 @@ def time_plans(
 ) -> Timings:
     """Time the first rounds of a run under several plans; their results are discarded.
 
-    rounds: number of rounds of the run; a timing takes at most as many. tell: called with a line about each plan.
+    rounds: number of rounds of the run, an upper limit for a timing. tell: called with a line about each plan.
     """
     how = engine_options(engine, options)
     task = Task(alg, federated_data(data), arrival)
