@@ -118,25 +118,25 @@ def test_losses_are_masked_means_of_metrics(name):
     some = [1, 0, 1, 1, 0]
     batches = (row.batch, masked(row.batch, some, 3, row.nonsense), masked(row.batch, some, 1, 0))
     losses, metrics, gradients = clients(name, *batches, masked(row.batch, [0] * B))
-    everyone, hidden, otherwise, nobody = (pick((losses, metrics, gradients), i) for i in range(4))
+    full, padded, repadded, empty = (pick((losses, metrics, gradients), i) for i in range(4))
     assert np.all(np.isfinite(losses))
     # The loss is the total of the metric, with and without padding. The values of padding do not matter.
-    for loss, scores, _ in (everyone, hidden):
+    for loss, scores, _ in (full, padded):
         close(total(scores["loss"]), loss)
         assert all(sums.shape == weights.shape == (B,) for sums, weights in scores.values())
     kept = np.array(some, bool)
-    for metric, (sums, weights) in hidden[1].items():
-        close((sums[kept], weights[kept]), pick(everyone[1][metric], kept), rtol=1e-4, atol=1e-5)
+    for metric, (sums, weights) in padded[1].items():
+        close((sums[kept], weights[kept]), pick(full[1][metric], kept), rtol=1e-4, atol=1e-5)
         assert not np.any(sums[~kept])
         assert not np.any(weights[~kept])
-    close(otherwise, hidden, rtol=1e-4, atol=1e-5)
+    close(repadded, padded, rtol=1e-4, atol=1e-5)
     # For a batch of padding, only the penalty remains.
     w = np.asarray(start(name)["w"]) if name in PENALISED else np.zeros(1)
-    close(nobody[0], np.float32(0.05 * np.sum(w**2)))
+    close(empty[0], np.float32(0.05 * np.sum(w**2)))
     if name in PENALISED:
-        close(nobody[2]["w"], 0.1 * w)
+        close(empty[2]["w"], 0.1 * w)
     else:
-        assert not any(np.any(leaf) for leaf in jax.tree.leaves(nobody[2]))
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves(empty[2]))
 
 
 @pytest.mark.parametrize("name", SHALLOW)

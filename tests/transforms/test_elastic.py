@@ -102,14 +102,14 @@ def test_constant_sensitivity_is_a_rescaled_step_and_none_is_no_change():
     even = lambda params, batch: batch["mask"] * jnp.sqrt(jnp.sum(params["w"]) + params["b"])  # noqa: E731
     none = lambda params, batch: batch["mask"] * 0.0  # noqa: E731
     base = fb.fedavg(loss, client_lr=0.05, batch_size=None)
-    all_alike, not_at_all = (
+    equal, none_sensitive = (
         flat(moved(elastic(base, f, tau=0.25, held_out=HELD))) - flat(start()) for f in (even, none)
     )
-    np.testing.assert_allclose(all_alike, 0.25 * not_at_all, rtol=1e-9)
+    np.testing.assert_allclose(equal, 0.25 * none_sensitive, rtol=1e-9)
     split = clients()
     kept = fb.Split.from_clients([{k: v[~held_rows(len(v))] for k, v in split.client(i).items()} for i in range(5)])
     plain = flat(moved(base, kept)) - flat(start())
-    np.testing.assert_allclose(not_at_all, plain, rtol=1e-9)
+    np.testing.assert_allclose(none_sensitive, plain, rtol=1e-9)
 
 
 def test_labels_of_the_held_out_rows_are_never_read():
