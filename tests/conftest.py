@@ -49,6 +49,13 @@ def x64():
         yield
 
 
+@pytest.fixture
+def strict():
+    """No dtype is converted implicitly."""
+    with jax.numpy_dtype_promotion("strict"):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _only_expected_notices():
     """An unexpected notice (see tests/told.py) fails the test that caused it."""

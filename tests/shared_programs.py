@@ -8,6 +8,7 @@ everything on which a program depends.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -15,8 +16,13 @@ from typing import Any, NamedTuple
 import jax
 import pytest
 
-from fedbraid.simulation import run
+from fedbraid.core import Algorithm
+from fedbraid.simulation import Result, bernoulli, run, simulate
+from zoo import ROWS, clients, start
 
+RAGGED = {"batch_size": 2, "epochs": 1}  # batches that do not divide any client's examples evenly
+LOSSY = bernoulli(0.5)
+COHORT = 3
 KEPT = 16  # size of the cache, in programs; the oldest are dropped
 _programs: OrderedDict[Key, Kept] = OrderedDict()
 _make = run.compile_rounds
@@ -86,3 +92,19 @@ def program(alg: Any, **options: Any) -> str:
         if key.algorithm is alg and all(getattr(key.options, name) == value for name, value in options.items()):
             return kept.program.rounds.lower(*kept.arguments[0]).as_text()
     raise KeyError(f"no program of this algorithm with {options} is kept")
+
+
+# --- the run that most laws look at ----------------------------------------------------------------------------------
+
+
+@functools.cache
+def ragged(name: str) -> Algorithm:
+    """A row's algorithm on ragged batches, always the same object."""
+    return ROWS[name].make(**RAGGED)
+
+
+def lossy(name: str, **options: Any) -> Result:
+    """A run of partial, lossy cohorts in portions of two rounds, on one device: one program for any rounds and seed."""
+    split = clients(dtype=jax.dtypes.canonicalize_dtype(float))
+    with sharing(window=2):
+        return simulate(ragged(name), start(), split, cohort=COHORT, arrival=LOSSY, devices=1, **options)

@@ -6,23 +6,20 @@ import pytest
 from fedbraid import cost, simulate
 from fedbraid.flower import InProcessGrid, Policy, client_app, schema_of
 from fedbraid.flower.wire import PLAIN, array_bytes, serialized_bytes
-from fedbraid.simulation import bernoulli, run
 from flower.small import BUFFER, MESSAGE, SPLIT, WIDE, close, deploy, grid_of, load_wide, losing, narrow
+from shared_programs import COHORT, LOSSY, RAGGED, lossy, ragged
 from zoo import ALGORITHMS, ROWS, start
 
-RAGGED = {"batch_size": 2, "epochs": 1}
-LOSSY = bernoulli(0.5)
+pytestmark = pytest.mark.usefixtures("strict")  # as the laws, whose programs these are
 
 
 @pytest.mark.parametrize("name", list(ROWS))
-def test_deployed_is_simulated_in_float64_at_the_stated_bytes(name, x64, monkeypatch):
+def test_deployed_is_simulated_in_float64_at_the_stated_bytes(name, x64):
     """Three rounds of partial cohorts with lost uploads: parameters, server state and history are the simulator's."""
-    alg = ROWS[name].make(**RAGGED)
-    monkeypatch.setattr(run, "WINDOW", 2)  # as in the laws of the engine, so that both share a compiled program
-    simulated = simulate(alg, start(), SPLIT, rounds=3, cohort=2, arrival=LOSSY, devices=1)
+    alg, simulated = ragged(name), lossy(name, rounds=3)
     grid = grid_of(alg, name="zoo", tamper=losing(LOSSY))
     policy = Policy(deadline=0.02, join=1.0)
-    served = deploy(alg, grid, rounds=3, cohort=2, fingerprint="zoo", policy=policy)
+    served = deploy(alg, grid, rounds=3, cohort=COHORT, fingerprint="zoo", policy=policy)
     close(served.params, simulated.params, 1e-12)
     close(served.server, simulated.server, 1e-12)
     for column in simulated.history:
@@ -41,7 +38,7 @@ def check_bytes(alg, grid):
         for m in grid.received
         if m.metadata.reply_to_message_id in orders
     ]
-    assert len(downs) == 3 * 2 * len(expected)
+    assert len(downs) == 3 * COHORT * len(expected)
     assert ups
     for message, numbers in (*downs, *ups):
         assert array_bytes(message) == numbers
