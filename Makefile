@@ -4,13 +4,21 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo test lint types clean
+.PHONY: demo check test lint types clean
 
 demo: $(VENV)/core.stamp ## install what is needed and train the embedded default
 	$(BIN)/fedbraid run --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 
-test: lint types ## lint, type-check, test
-	$(BIN)/python -m pytest -n $(WORKERS)
+check: lint ## while you work: lint, types and the core of the laws
+	$(call with_types,$(BIN)/python -m pytest -q -n $(WORKERS) -m core $(wildcard tests/test_*.py))
+
+test: lint ## everything that CI runs: lint, types and all tests
+	$(call with_types,$(BIN)/python -m pytest -n $(WORKERS))
+
+# types are checked beside the tests; the target fails if either does
+define with_types
+@$(BIN)/basedpyright --level error & types=$$!; $(1); tests=$$?; wait $$types && exit $$tests
+endef
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -24,6 +24,8 @@ from fedbraid.transforms import elastic, norm_bound, quantize
 from fedbraid.transforms.uploads import change_exchanges
 from zoo import clients, loss, start
 
+pytestmark = pytest.mark.core
+
 DATA = data_shapes(clients())
 
 

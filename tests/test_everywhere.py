@@ -9,6 +9,8 @@ import pytest
 
 import fedbraid as fb
 
+pytestmark = pytest.mark.core
+
 ROOT = Path(__file__).parent.parent
 
 

@@ -160,9 +160,8 @@ def two_rounds(name):
 # --- the engine ------------------------------------------------------------------------------------------------------
 
 
-@core
 @every_row
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", [pytest.param("float64", marks=core), "float32"])
 def test_engine_is_the_plain_reading(name, dtype):
     """The compiled engine equals the reference; only uploads that arrived change client states and the server."""
     params, states = plain_run(name, dtype)

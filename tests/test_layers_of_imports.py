@@ -21,6 +21,8 @@ import pytest
 
 import fedbraid
 
+pytestmark = pytest.mark.core
+
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "fedbraid"
 

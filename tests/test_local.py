@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from fedbraid.local import Batches, ClientData, batches_of, local_work, masked_mean, shuffled
 from fedbraid.transforms.clients import map_inputs, map_report
 
+pytestmark = pytest.mark.core
+
 
 @settings(max_examples=15, deadline=None)
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**31))
