@@ -5,10 +5,9 @@ integers or booleans to floats. ``make check`` runs only the laws marked ``core`
 """
 
 import functools
-import inspect
 import itertools
 from functools import partial
-from typing import Any
+from typing import Any, Unpack, get_args, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -326,7 +325,11 @@ def test_a_sweep_over_every_rate_is_a_vmap(name, which):
 def test_every_rate_is_in_its_row(name):
     """Options that may be traced are annotated ``Any``; all of them are in the law above."""
     row = ROWS[name]
-    named = {option for option, p in inspect.signature(row.factory).parameters.items() if p.annotation in ("Any", Any)}
+    hints = get_type_hints(row.factory)
+    named = {option for option, hint in hints.items() if hint is Any and option != "return"}
+    for hint in hints.values():  # of **options: Unpack[a TypedDict]
+        if get_origin(hint) is Unpack:
+            named |= {option for option, typed in get_type_hints(*get_args(hint)).items() if typed is Any}
     named -= {"params", *LOCAL}  # fedsplit's params are a tree
     assert named == {*row.rates, *(option for varied in row.varied for option in varied.rates)}
 

@@ -19,6 +19,7 @@ from fedbraid.experiment.sweep import run_sweep
 from fedbraid.experiment.trials import Criterion, Trials, best_point, judged_by, read_trials
 from fedbraid.experiment.tuning import tune
 from fedbraid.metric import Metric
+from fedbraid.simulation import Checkpoints
 from fedbraid.simulation.feed import Feed
 
 RATE = "algorithm.client_lr"
@@ -255,6 +256,39 @@ def test_streamed_data_gives_the_same(several):
         np.testing.assert_allclose(column, outcome.history[name][:2], rtol=1e-4, atol=1e-6, err_msg=name)
     with pytest.raises(ValueError, match=r"seeds \[0, 1, 3\], got 7"):
         program.run(points[:2], seed=7, rounds=6)
+
+
+def test_client_states_on_the_host_give_the_same(several, tmp_path):
+    """Points keep their client states in memory or in a folder of the host, and can be stopped and gone on from."""
+    config, data, points, _, outcome = several
+    for place in ("host", str(tmp_path / "states")):
+        on_host = with_values(config, {"engine.states_in": place})
+        program = points_program(on_host, data, [RATE], points=3, seeds=[3], test=data.test)
+        assert program.on_host
+        first = program.run(points[:3], seed=3, rounds=4, keep=True)
+        again = program.run(points[:3], seed=3, rounds=6, start=first)
+        for name, column in again.history.items():
+            np.testing.assert_allclose(column, outcome.history[name][:3], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_a_sweep_is_resumed_from_its_checkpoint(several, tmp_path):
+    _, _, points, program, outcome = several
+
+    def stop(round_):
+        if round_ == 4:
+            raise KeyboardInterrupt
+
+    saving = Checkpoints(tmp_path, every=2, resume=True)
+    with pytest.raises(KeyboardInterrupt):
+        program.run(points, seed=3, rounds=6, checkpoints=saving, on_progress=stop)
+    rounds = []
+    again = program.run(points, seed=3, rounds=6, checkpoints=saving, on_progress=rounds.append)
+    assert rounds == [6]
+    for mine, whole in ((again.history, outcome.history), (again.evaluations, outcome.evaluations)):
+        for name, column in mine.items():
+            np.testing.assert_array_equal(column, whole[name], err_msg=name)
+    assert np.all(np.diff(again.seconds) > 0)
+    np.testing.assert_array_equal(again.diverged, outcome.diverged)
 
 
 def test_on_lanes_a_sweep_keeps_as_many_as_shorten_a_round(several):

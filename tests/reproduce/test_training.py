@@ -30,29 +30,31 @@ class Stopped(Exception):
     pass
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_same_end(tmp_path):
+@pytest.mark.parametrize("evaluations", [1, 2])
+def test_a_run_that_was_stopped_goes_on_to_the_same_end(evaluations, tmp_path):
+    """Stopped after the first checkpoint, or after the last one but before its result was written."""
     data = load("digits", clients=6)
     whole = train("run", config(), data, RATES, work=tmp_path / "whole")
     seen = []
 
     def stop(line):
         seen.append(line)
-        if len(seen) == 2:
+        if len(seen) == evaluations:
             raise Stopped
 
     with pytest.raises(Stopped):
         train("run", config(), data, RATES, work=tmp_path / "parts", piece=2, tell=stop)
-    assert (tmp_path / "parts" / "run-0.npz").exists()
+    assert (tmp_path / "parts" / "run-0" / "checkpoints").is_dir()
     lines = []
     parts = train("run", config(), data, RATES, work=tmp_path / "parts", piece=2, tell=lines.append)
-    assert len(lines) == 1  # only the second half was run
+    assert len(lines) == 2 - evaluations  # only what was left was run
     assert parts["rounds"] == whole["rounds"] == [2, 4]
     for name in ("test_accuracy", "test_loss", "train_loss"):
         np.testing.assert_allclose(parts[name], whole[name], rtol=1e-6)
-    assert not list((tmp_path / "parts").glob("*.npz"))
+    assert [p.name for p in (tmp_path / "parts").iterdir()] == ["run.json"]
     again = train("run", config(), data, RATES, work=tmp_path / "parts", tell=lines.append)
     assert again == parts
-    assert len(lines) == 1
+    assert len(lines) == 2 - evaluations
 
 
 def test_a_kept_result_answers_its_own_question_only(tmp_path):

@@ -78,7 +78,7 @@ def test_a_folder_that_another_run_used_is_refused(tmp_path):
     store.write(np.array([1]), {"c": np.ones((1, 3), np.float32), "n": np.zeros(1, np.int8)})
     saved = store.export()
     HostStates(FIRST, 10, tmp_path).write(np.array([1]), {"c": np.zeros((1, 3), np.float32), "n": np.zeros(1, np.int8)})
-    with pytest.raises(checkpoint.CheckpointError, match=r"not in .* any more"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"no longer in"):
         HostStates(FIRST, 10, tmp_path).restore(saved)
 
 
@@ -174,7 +174,7 @@ def test_a_store_is_named_by_its_folder(tmp_path):
         for i in range(6):
             writer.add("train", f"c{i}", {"x": np.full((2, 3), i, np.uint8), "y": np.array([0, 1], np.uint8)})
     settings = [f"data.name={tmp_path / 'mine'}", "model.name=softmax_regression", "cohort=2"]
-    with told("the field 'x' stores bytes and no preprocessing is named.*data.preprocess"):
+    with told("the field 'x' stores bytes and there is no preprocessing.*data.preprocess"):
         assert build(load_config(settings=settings)).data.train.num_clients == 6
     for steps in ('[{name="scale"}]', '[{name="scale", factor=1.0}]'):  # with the proposed settings the notice is gone
         made = build(load_config(settings=[*settings, f"data.preprocess={steps}"]))

@@ -38,6 +38,7 @@ from fedbraid.simulation.loop import RoundLoop, Schedule
 from fedbraid.simulation.options import EngineOptions
 from fedbraid.simulation.placement import states_on_host, streams
 from fedbraid.simulation.plan import Plan, choose_plan, steps_of
+from fedbraid.simulation.points_result import PointsResult, joined
 from fedbraid.simulation.program import Program, Task, compile_rounds
 from fedbraid.simulation.result import Checkpoints
 from fedbraid.simulation.rounds import WINDOW, CompiledRounds, Start, strong
@@ -76,39 +77,6 @@ class Study:
     data: FederatedData
     test: Split | None = None
     prefix: str = "test_"
-
-
-class PointsResult(NamedTuple):
-    """Several points with one seed, after ``rounds`` rounds. The first axis of arrays is the points.
-
-    A point has *diverged* if its model or a score over all examples was not finite, or if in some round all uploads
-    that arrived were refused because they were not finite. The engine refuses such uploads, so that one bad client does
-    no harm. If all are bad, the model does not change, and its last good score would look like a valid result.
-    """
-
-    rounds: int
-    history: dict[str, np.ndarray]  # [points, rounds]
-    evaluations: dict[str, np.ndarray]  # [points, evaluations]; "round" is [evaluations]
-    clients: dict[str, np.ndarray]  # [points, clients]: each client's own metric at the end
-    diverged: np.ndarray  # [points]
-    seconds: np.ndarray  # [evaluations]: seconds since the start, for all points together
-    carry: Any = None  # (server, states) to continue from, if ``keep`` was set
-
-    def take(self, index: Any) -> PointsResult:
-        """The result of some of the points."""
-
-        def some(columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-            return {name: column if name == "round" else column[index] for name, column in columns.items()}
-
-        return PointsResult(
-            self.rounds,
-            some(self.history),
-            some(self.evaluations),
-            some(self.clients),
-            self.diverged[index],
-            self.seconds,
-            jax.tree.map(lambda leaf: leaf[index], self.carry),
-        )
 
 
 class PointsError(ValueError):
@@ -378,10 +346,12 @@ class Points:
                 on_progress(driver.done)
 
         RoundLoop(driver, schedule, tell).run()
+        if watch.finite is None and driver.scorer is not None:  # resumed after the last round: nothing was evaluated
+            driver.scorer(driver.server)
         new = self._result(driver, watch).take(np.arange(real))
         if keep:
             new = new._replace(carry=self._carry(driver, real))
-        return new if start is None else _joined(start, new)
+        return new if start is None else joined(start, new)
 
     def _driver(
         self, values: Any, seed: int, start: PointsResult | None, rows: np.ndarray
@@ -484,17 +454,3 @@ def _useful_lanes(plan: Plan, alg: Algorithm, split: Split) -> int:
         drawn = [steps[address.cohort(0, r, 0, len(steps), plan.cohort)] for r in range(16)]
         lanes = max(lanes, float(np.mean([one.sum() / one.max() for one in drawn])) / plan.devices)
     return min(share, int(np.ceil(lanes)))
-
-
-def _joined(before: PointsResult, after: PointsResult) -> PointsResult:
-    """The results of a run and of its continuation as one."""
-
-    def along(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return {name: np.concatenate([a[name], b[name]], -1) for name in b}
-
-    return after._replace(
-        history=along(before.history, after.history),
-        evaluations=along(before.evaluations, after.evaluations),
-        diverged=before.diverged | after.diverged,
-        seconds=np.concatenate([before.seconds, before.seconds[-1] + after.seconds]),
-    )
