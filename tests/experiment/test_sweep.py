@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from drawn import legend, record
-from fedbraid import simulate
+from fedbraid import address, simulate
 from fedbraid.cli.app import make_app
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.experiment import ConfigError, build, lab, load_config, search, sweep
@@ -21,6 +21,7 @@ from fedbraid.experiment.tuning import tune
 from fedbraid.metric import Metric
 from fedbraid.simulation import Checkpoints
 from fedbraid.simulation.feed import Feed
+from told import told
 
 RATE = "algorithm.client_lr"
 ACCURACY, LOSS = Metric("validation_accuracy", "higher"), Metric("validation_loss", "lower")
@@ -256,6 +257,32 @@ def test_streamed_data_gives_the_same(several):
         np.testing.assert_allclose(column, outcome.history[name][:2], rtol=1e-4, atol=1e-6, err_msg=name)
     with pytest.raises(ValueError, match=r"seeds \[0, 1, 3\], got 7"):
         program.run(points[:2], seed=7, rounds=6)
+
+
+def test_streamed_cohorts_of_unequal_clients_fit_one_program(several):
+    """Cohorts differ in their numbers of examples by a factor of up to 40, over rounds and over seeds."""
+    config = several[0]
+    rng = np.random.default_rng(0)
+    clients = [{"x": rng.normal(size=(n, 64)).astype(np.float32), "y": rng.integers(0, 10, n)} for n in (200, *[5] * 9)]
+    data = FederatedData(Split.from_clients(clients), info={"classes": 10})
+    large_first = [0 in address.cohort(seed, 0, 0, 10, 2) for seed in range(20)]  # the large client is in round 0
+    points, seeds = [{RATE: 0.01}, {RATE: 0.1}], (large_first.index(True), large_first.index(False))
+    found = []
+    for place in ("device", "host"):
+        placed = with_values(config, {"engine.data_in": place, "cohort": 2, "engine.devices": 1})
+        program = points_program(placed, data, [RATE], points=2, seeds=seeds)
+        found.append([program.run(points, seed=seed, rounds=4).history["train/loss"] for seed in seeds])
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+
+
+def test_a_sweep_says_which_options_have_no_effect(several):
+    config, data = several[:2]
+    for values, words in (
+        ({"engine.precision": "bfloat16"}, "bfloat16.* has no effect on a CPU"),
+        ({"engine.matrices": "grown"}, "it needs the plan 'lanes'"),
+    ):
+        with told(words):
+            points_program(with_values(config, values), data, [RATE], points=2, seeds=[3])
 
 
 def test_client_states_on_the_host_give_the_same(several, tmp_path):

@@ -25,9 +25,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedbraid import address
 from fedbraid.core import Algorithm, finite
-from fedbraid.costs import cost, nbytes
+from fedbraid.costs import cost, data_shapes, nbytes
 from fedbraid.data.federated import FederatedData, Split
-from fedbraid.lowering import lower_metrics
+from fedbraid.lowering import lower_metrics, notice_unmet
 from fedbraid.metric import declared_by, is_client_column
 from fedbraid.simulation import checkpoint
 from fedbraid.simulation.devices import client_mesh, replicated, sharded, total_memory
@@ -138,6 +138,7 @@ class Points:
         self.plan = choose_plan(alg, params, study.data, self.inner, options, cohort)
         if self.plan.kind == "lanes" and options.chunk == "auto" and points > 1:
             self.plan = self.plan._replace(chunk=min(self.plan.chunk, _useful_lanes(self.plan, alg, split)))
+        notice_unmet(alg, params, data_shapes(study.data), options, self.plan.lanes)
         window = min(WINDOW, schedule.rounds, schedule.evaluate_every or schedule.rounds)
         task = self.base.task
         self.feed = Feed(task, self.plan, self.mesh, options, seed=self.seeds[0], window=window, stream=self.stream)
@@ -203,7 +204,7 @@ class Points:
             mapped = jax.shard_map(mapped, mesh=self.mesh, in_specs=specs, out_specs=many, check_vma=False)
         return jax.jit(mapped)
 
-    def _program(self, plan: Plan, size: int) -> tuple[Callable, Callable, int]:
+    def _program(self, size: int) -> tuple[Callable, Callable, int]:
         """Compiled rounds and evaluation of ``size`` points, and the bytes that they need on a device."""
         values = self._values(np.zeros((size, len(self.study.keys))))
         params = jax.eval_shape(lambda: self.base.init(self.seeds[0]))
@@ -220,15 +221,16 @@ class Points:
         server, states = placed(server), placed(client, self.study.data.train.num_clients)
         look = self._mapped(self._look, (0, 0, None)).lower(values, server, self.test).compile()
         if self.on_host:  # exchanges compile when they are first called
-            return self._exchanges(plan), look, _memory(look)
-        feed = self.feed.with_plan(plan)
-        feed.reserve(range(1))
-        portion = feed.portion(0, 1)
+            return self._exchanges(self.plan), look, _memory(look)
+        portion = self.feed.portion(0, 1)  # streamed blocks have the size that is reserved for all seeds and rounds
         arrays = jax.device_put(portion.arrays, sharded(self.mesh)) if self.stream else portion.arrays
         number, key = np.int32(0), self._put(jax.random.key(0))
-        rounds = self._mapped(lambda *a: self._rounds(plan, *a), (0, 0, 0, None, None, None, None, None))
+        rounds = self._mapped_rounds(self.plan)
         rounds = rounds.lower(values, server, states, arrays, portion.slots, number, number, key).compile()
         return rounds, look, max(_memory(rounds), _memory(look))
+
+    def _mapped_rounds(self, plan: Plan) -> Any:
+        return self._mapped(lambda *a: self._rounds(plan, *a), (0, 0, 0, None, None, None, None, None))
 
     def _exchanges(self, plan: Plan) -> Callable:
         axes = (0, 0, 1, None, None, None, None)
@@ -241,7 +243,9 @@ class Points:
         """A function from a plan to the program of the points ``values``. The program of ``self.plan`` is reused."""
 
         def make(plan: Plan) -> Program:
-            program = self.program if plan == self.plan else self._program(plan, self.size)[0]
+            program = self.program
+            if plan != self.plan:  # a chunk that was halved; its program compiles when it is first called
+                program = self._exchanges(plan) if self.on_host else self._mapped_rounds(plan)
             if self.on_host:
                 return Program(
                     _not_here,
@@ -285,7 +289,7 @@ class Points:
             self._compile(even)
 
     def _compile(self, size: int) -> int:
-        self.program, self.look, need = self._program(self.plan, size)
+        self.program, self.look, need = self._program(size)
         self.size = size
         return need
 
