@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo check test lint types clean
+.PHONY: demo check test faults lint types clean
 
 demo: $(VENV)/core.stamp ## install what is needed and train the embedded default
 	$(BIN)/fedbraid run --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -14,6 +14,9 @@ check: lint ## while you work: lint, types and the core of the laws
 
 test: lint ## everything that CI runs: lint, types and all tests
 	$(call with_types,$(BIN)/python -m pytest -n $(WORKERS))
+
+faults: $(VENV)/dev.stamp ## the whole fault harness, with counts; `make test` runs a sample of it
+	FEDBRAID_FAULTS=whole $(BIN)/python -m pytest -n $(WORKERS) tests/faults
 
 # types are checked beside the tests; the target fails if either does
 define with_types

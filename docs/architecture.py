@@ -33,6 +33,8 @@ PLACES = {
     "address": (420, 8),
     "problems": (665, 8),
     "units": (650, 3),
+    "files": (420, 7),
+    "limited_json": (542, 8),
 }
 STATIONS = (  # the way of a run: what, where, and a word on it
     ("configuration", "experiment", "TOML and --set, checked"),
