@@ -24,6 +24,7 @@ import numpy as np
 from fedbraid.core import Algorithm, Report, check_count, check_number, is_traced
 
 __all__ = [
+    "APPLIES_MASK",
     "WEIGHTINGS",
     "Batches",
     "ClientData",
@@ -46,6 +47,7 @@ __all__ = [
 
 PyTree = Any
 MASK = "mask"
+APPLIES_MASK = "applies_mask"  # attribute of a loss that is known to ignore padded rows
 BYZANTINE = "byzantine"  # the field that marks attackers; see fedbraid.data.mark
 
 

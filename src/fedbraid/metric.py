@@ -11,8 +11,8 @@ clients, ``train/loss`` as the clients of the exchange "train" reported it. `met
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 __all__ = [
@@ -26,6 +26,8 @@ __all__ = [
     "directions",
     "is_client_column",
     "metric_of_column",
+    "part",
+    "shown_values",
 ]
 
 Better = Literal["higher", "lower"]
@@ -38,13 +40,22 @@ CLIENT_SUFFIXES = (MEAN, WORST_TENTH, WORST)
 class Metric:
     """A metric's name and which direction is better.
 
+    of: computes the metric from the means of others, by name, as in the root mean squared error below. None for a
+        metric that is itself a mean over examples. It must work element by element, for all clients at once.
+    shown: False for sums that only other metrics need (see `part`); they get no column.
+
     >>> perplexity = Metric("perplexity", better="lower")
     >>> perplexity.is_better(12.0, than=15.0), perplexity.best([15.0, 12.0, 13.0])
     (True, 12.0)
+    >>> rmse = Metric("rmse", better="lower", of=lambda means: means["squared_error"] ** 0.5)
+    >>> shown_values({"squared_error": 9.0}, [rmse])
+    {'squared_error': 9.0, 'rmse': 3.0}
     """
 
     name: str
     better: Better
+    of: Callable[[Mapping[str, Any]], Any] | None = field(default=None, repr=False)
+    shown: bool = field(default=True, repr=False)
 
     def __post_init__(self) -> None:
         if self.better not in get_args(Better):
@@ -74,6 +85,19 @@ class Metric:
         return values <= target if self.lower_is_better else values >= target
 
 
+def part(name: str) -> Metric:
+    """A sum that other metrics are computed from; it gets no column of its own."""
+    return Metric(name, "lower", shown=False)
+
+
+def shown_values(means: Mapping[str, Any], declared: Iterable[Metric] = ()) -> dict[str, Any]:
+    """The values of all metrics that have columns, from the means of everything that was summed."""
+    declared = tuple(declared)
+    hidden = {metric.name for metric in declared if not metric.shown}
+    values = {name: value for name, value in means.items() if name not in hidden}
+    return values | {metric.name: metric.of(means) for metric in declared if metric.of is not None}
+
+
 def _known(better: Better, *names: str) -> Iterator[Metric]:
     return (Metric(name, better) for name in names)
 
@@ -89,8 +113,9 @@ KNOWN: tuple[Metric, ...] = (
 class Metrics:
     """A function that computes metrics, with a declaration of those metrics; it is called like the function.
 
-    ``function(params, batch)`` gives ``{name: (sums [B], weights [B])}``. ``declared`` holds a `Metric` for every name
-    that is not in `KNOWN`, and may override one that is.
+    ``function(params, batch)`` gives ``{name: (sums [B], weights [B])}``: one number per example, zero where the mask
+    is. ``declared`` holds a `Metric` for every name that is not in `KNOWN`, and may override one that is. It also holds
+    the metrics that are computed from others.
 
     >>> import jax.numpy as jnp
     >>> def on_time(params, batch):

@@ -18,10 +18,11 @@ from fedbraid.experiment.citations import citation
 from fedbraid.experiment.collect import collect
 from fedbraid.experiment.config import dump
 from fedbraid.experiment.differences import config_difference
+from fedbraid.experiment.divergence import diverged
 from fedbraid.experiment.lab import SweepSettings
 from fedbraid.experiment.pagedata import page_data
 from fedbraid.experiment.report import write_report
-from fedbraid.experiment.summary import RunSummary, has_diverged, summarize_run
+from fedbraid.experiment.summary import RunSummary, summarize_run
 from fedbraid.experiment.sweep import write_sweep
 from fedbraid.experiment.trials import write_trials
 from fedbraid.experiment.tuningplot import tuning_plot
@@ -336,10 +337,11 @@ def test_a_summary_is_the_same_from_json_and_says_every_direction(tmp_path):
 
 def test_a_run_diverged_if_nothing_finite_is_left():
     ok = {"t/refused": np.array([1, 0]), "t/arrived": np.array([1, 2])}
-    assert not has_diverged(ok, {"test_loss": [1.0], "test_loss_client_mean": [np.nan]}, {"w": np.ones(2)})
-    assert has_diverged(ok | {"t/refused": np.array([0, 3]), "t/arrived": np.array([2, 0])}, {})
-    assert has_diverged(ok, {"test_loss": [1.0, np.inf]})
-    assert has_diverged(ok, {}, {"w": np.array([1.0, np.nan])})
+    assert not diverged(ok, {"test_loss": [1.0], "test_loss_client_mean": [np.nan]}, {"w": np.ones(2)})
+    lost = ok | {"t/refused": np.array([0, 3]), "t/arrived": np.array([2, 0])}
+    assert diverged(lost, {}) == (2, "every upload was refused: none was finite")
+    assert diverged(ok, {"round": [5, 10], "test_loss": [1.0, np.inf]}) == (10, "test_loss is not finite")
+    assert diverged(ok, {}, {"w": np.array([1.0, np.nan])}) == (2, "the model is not finite")
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------

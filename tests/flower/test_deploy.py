@@ -79,7 +79,7 @@ def run_simulated(app):
     experiment = build(load_federation(app / "federation").config)
     simulated = run_in_simulator(experiment)
     sums = evaluator(experiment.metrics, experiment.data.test)(simulated.params)
-    return simulated, {f"test_{name}": client_values(both) for name, both in sums.items()}
+    return simulated, {f"test_{name}": values for name, values in client_values(sums).items()}
 
 
 def serve_in_process(federation, out):

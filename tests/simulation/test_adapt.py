@@ -59,7 +59,7 @@ def test_training_clients_adapt_on_their_training_examples():
     before, after = by_hand(P.split, test, 3, 0.05)
     np.testing.assert_allclose(scores["error"], [before, test.sizes], rtol=1e-10)
     np.testing.assert_allclose(scores["adapted_error"], [after, test.sizes], rtol=1e-10)
-    assert np.isnan(client_values(scores["adapted_error"])).tolist() == [False, False, True, False]
+    assert np.isnan(client_values(scores)["adapted_error"]).tolist() == [False, False, True, False]
     assert np.isfinite(summarize(scores)["test_adapted_error_client_mean"])
 
 

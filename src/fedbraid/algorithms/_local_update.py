@@ -200,7 +200,10 @@ def fedavg(
     weighting: Weighting = "examples",
     **local: Unpack[LocalOptions],
 ) -> Algorithm:
-    """FedAvg (McMahan et al., 2017): local SGD; the server averages the models.
+    """FedAvg: local SGD; the server averages the models.
+
+    H. B. McMahan, E. Moore, D. Ramage, S. Hampson, B. Agüera y Arcas. Communication-Efficient Learning of Deep Networks
+    from Decentralized Data. AISTATS 2017.
 
     >>> alg = fedavg(lambda params, batch, key: jnp.sum(params**2), client_lr=0.1, epochs=2)
     """
@@ -216,7 +219,10 @@ def reptile(
     weighting: Weighting = "uniform",
     **local: Unpack[LocalOptions],
 ) -> Algorithm:
-    """Reptile (Nichol et al., 2018): FedAvg used for meta-learning, with equal weights for all tasks."""
+    """Reptile: FedAvg used for meta-learning, with equal weights for all tasks.
+
+    A. Nichol, J. Achiam, J. Schulman. On First-Order Meta-Learning Algorithms. arXiv:1803.02999, 2018.
+    """
     return fedavg(loss, client_lr=client_lr, server_lr=server_lr, weighting=weighting, **local)
 
 
@@ -227,7 +233,10 @@ def lookahead(
     server_lr: Any = 0.5,
     **local: Unpack[LocalOptions],
 ) -> Algorithm:
-    """Lookahead (Zhang et al., 2019): fast weights on the one client, slow weights on the server."""
+    """Lookahead: fast weights on the one client, slow weights on the server.
+
+    M. R. Zhang, J. Lucas, G. Hinton, J. Ba. Lookahead Optimizer: k Steps Forward, 1 Step Back. NeurIPS 2019.
+    """
     return fedavg(loss, client_lr=client_lr, server_lr=server_lr, **local)
 
 
@@ -240,7 +249,10 @@ def fedprox(
     weighting: Weighting = "examples",
     **local: Unpack[LocalOptions],
 ) -> Algorithm:
-    """FedProx by local gradient steps (Li et al., 2020): FedAvg with a proximal term of weight alpha.
+    """FedProx by local gradient steps: FedAvg with a proximal term of weight alpha.
+
+    T. Li, A. K. Sahu, M. Zaheer, M. Sanjabi, A. Talwalkar, V. Smith. Federated Optimization in Heterogeneous Networks.
+    MLSys 2020.
 
     The exact proximal step of Pathak & Wainwright is another method with another fixed point: ``fedprox_exact``.
     """
@@ -257,7 +269,10 @@ def meta_minibatch_prox(
     weighting: Weighting = "uniform",
     **local: Unpack[LocalOptions],
 ) -> Algorithm:
-    """MetaMinibatchProx (Zhou et al., 2019): FedProx used for meta-learning, with equal weights for all tasks."""
+    """MetaMinibatchProx: FedProx used for meta-learning, with equal weights for all tasks.
+
+    P. Zhou, X. Yuan, H. Xu, S. Yan, J. Feng. Efficient Meta Learning via Minibatch Proximal Update. NeurIPS 2019.
+    """
     return fedprox(loss, alpha=alpha, client_lr=client_lr, server_lr=server_lr, weighting=weighting, **local)
 
 
@@ -269,7 +284,10 @@ def fomaml(
     weighting: Weighting = "uniform",
     **local: Unpack[LocalOptions],
 ) -> Algorithm:
-    """First-order MAML (Finn et al., 2017): only the last local gradient is sent (Theta_K)."""
+    """First-order MAML: only the last local gradient is sent (Theta_K).
+
+    C. Finn, P. Abbeel, S. Levine. Model-Agnostic Meta-Learning for Fast Adaptation of Deep Networks. ICML 2017.
+    """
     check_number("client_lr", client_lr, low=0)
     opt = server_optimizers.sgd(server_lr)
     if "epochs" not in local:
@@ -290,7 +308,11 @@ def fedavgm(
     weighting: Weighting = "examples",
     **local: Unpack[LocalOptions],
 ) -> Algorithm:
-    """FedAvgM (Hsu et al., 2019): server momentum of the named kind."""
+    """FedAvgM: server momentum of the named kind.
+
+    T.-M. H. Hsu, H. Qi, M. Brown. Measuring the Effects of Non-Identical Data Distribution for Federated Visual
+    Classification. arXiv:1909.06335, 2019.
+    """
     opt = server_optimizers.momentum(server_lr, momentum, kind=kind)
     return _averaging(loss, opt, client_lr, weighting=weighting, **local)
 
@@ -307,7 +329,11 @@ def fedadam(
     weighting: Weighting = "examples",
     **local: Unpack[LocalOptions],
 ) -> Algorithm:
-    """FedAdam (Reddi et al., 2021); optax's bias correction is an option."""
+    """FedAdam: Adam on the server; optax's bias correction is an option.
+
+    S. J. Reddi, Z. Charles, M. Zaheer, Z. Garrett, K. Rush, J. Konecny, S. Kumar, H. B. McMahan. Adaptive Federated
+    Optimization. ICLR 2021.
+    """
     opt = server_optimizers.adaptive("adam", server_lr, b1=b1, b2=b2, tau=tau, bias_correction=bias_correction)
     return _averaging(loss, opt, client_lr, weighting=weighting, **local)
 
@@ -323,7 +349,11 @@ def fedyogi(
     weighting: Weighting = "examples",
     **local: Unpack[LocalOptions],
 ) -> Algorithm:
-    """FedYogi (Reddi et al., 2021)."""
+    """FedYogi: Yogi on the server.
+
+    S. J. Reddi, Z. Charles, M. Zaheer, Z. Garrett, K. Rush, J. Konecny, S. Kumar, H. B. McMahan. Adaptive Federated
+    Optimization. ICLR 2021.
+    """
     opt = server_optimizers.adaptive("yogi", server_lr, b1=b1, b2=b2, tau=tau)
     return _averaging(loss, opt, client_lr, weighting=weighting, **local)
 
@@ -338,6 +368,10 @@ def fedadagrad(
     weighting: Weighting = "examples",
     **local: Unpack[LocalOptions],
 ) -> Algorithm:
-    """FedAdagrad (Reddi et al., 2021)."""
+    """FedAdagrad: Adagrad on the server.
+
+    S. J. Reddi, Z. Charles, M. Zaheer, Z. Garrett, K. Rush, J. Konecny, S. Kumar, H. B. McMahan. Adaptive Federated
+    Optimization. ICLR 2021.
+    """
     opt = server_optimizers.adaptive("adagrad", server_lr, b1=b1, tau=tau)
     return _averaging(loss, opt, client_lr, weighting=weighting, **local)

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from fedbraid.experiment.summary import RunSummary
 
 
+DIVERGED = 3  # exit status of a run that diverged
+
+
 class Hosts(NamedTuple):
     """Options of a run on several hosts."""
 
@@ -53,7 +56,10 @@ def command(
     where: Hosts,
     output: Output,
 ) -> None:
-    """Train a model as a configuration says; write a run folder with metrics, checkpoints and a picture."""
+    """Train a model as a configuration says; write a run folder with metrics, checkpoints and a picture.
+
+    Exit status: 0 after all rounds, 2 for a mistake in the configuration, 3 if the run diverged, 130 if it was stopped.
+    """
     from fedbraid.experiment import ConfigError
     from fedbraid.simulation import hosts, use_cores
 
@@ -67,13 +73,13 @@ def command(
     if where.at is None:
         use_cores(loaded.engine.devices)
         try:
-            finished = _train(console, loaded, folder, again, output)
+            status = _train(console, loaded, folder, again, output)
         except MemoryError as error:
             raise ConfigError(str(error)) from None
     else:
-        finished = _train_on_hosts(console, loaded, folder, again, where, output)
-    if not finished:
-        sys.exit(130)
+        status = _train_on_hosts(console, loaded, folder, again, where, output)
+    if status:
+        sys.exit(status)
 
 
 def _what(config: Path | None, settings: list[str], out: Path | None, resume: Path | None) -> tuple[Any, Path]:
@@ -95,8 +101,8 @@ def _what(config: Path | None, settings: list[str], out: Path | None, resume: Pa
     return loaded, out if out is not None else Path("runs") / f"{what}-{stamp}"
 
 
-def _train_on_hosts(console: Console, loaded: Any, folder: Path, again: bool, where: Hosts, output: Output) -> bool:
-    """Run as one of several hosts."""
+def _train_on_hosts(console: Console, loaded: Any, folder: Path, again: bool, where: Hosts, output: Output) -> int:
+    """Run as one of several hosts; returns the exit status."""
     from fedbraid.simulation import hosts, use_cores
 
     assert where.at is not None
@@ -131,8 +137,8 @@ def _explain(loaded: Any, json: bool) -> None:
             console.print(f"  kernels: {escape(', '.join(found['kernels'][exchange['name']]))}")
 
 
-def _train(console: Console, loaded: Any, folder: Path, again: bool, output: Output) -> bool:
-    """Run and print the results. Returns whether all rounds were completed."""
+def _train(console: Console, loaded: Any, folder: Path, again: bool, output: Output) -> int:
+    """Run and print the results. Returns the exit status: 130 if the run was stopped, 3 if it diverged."""
     from fedbraid.experiment import run_config
     from fedbraid.simulation import hosts
 
@@ -145,7 +151,9 @@ def _train(console: Console, loaded: Any, folder: Path, again: bool, output: Out
         _closing(Console(highlight=False), summary)
     if first and not summary.finished:
         console.print(f"stopped after round {summary.rounds}; continue with: fedbraid run --resume {folder}")
-    return summary.finished
+    if first and summary.diverged:
+        console.print(f"[bold red]error:[/] {escape(summary.problem)}", soft_wrap=True)
+    return 130 if not summary.finished else DIVERGED if summary.diverged else 0
 
 
 @contextlib.contextmanager

@@ -43,10 +43,11 @@ class DataDescription:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of one example of each field after preprocessing. It sets the sizes of a model."""
-        return {name: tuple(field.shape[1:]) for name, field in self._prepared().items()}
+        return {name: tuple(field.shape[1:]) for name, field in self.prepared.items()}
 
-    def _prepared(self) -> Mapping[str, Any]:
-        """The shapes of a batch of one example after preprocessing; nothing is computed."""
+    @property
+    def prepared(self) -> Mapping[str, Any]:
+        """Shapes and dtypes of a batch of one example after preprocessing; nothing is computed."""
         canonical = jax.dtypes.canonicalize_dtype
         batch = {name: jax.ShapeDtypeStruct((1, *f.shape), canonical(f.dtype)) for name, f in self.fields.items()}
         prepare = self.preprocess

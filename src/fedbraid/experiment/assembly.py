@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 import fedbraid
 from fedbraid import address, algorithms, transforms
@@ -28,7 +29,7 @@ from fedbraid.data.preprocess import Pipeline, unscaled_bytes
 from fedbraid.data.store import is_store
 from fedbraid.experiment.config import Config, ConfigError, Named, options_of, unknown
 from fedbraid.metric import Metrics, as_metrics
-from fedbraid.models import MODELS, Model
+from fedbraid.models import MODELS, Model, check_targets, with_metrics
 from fedbraid.models import build as build_model
 from fedbraid.notices import notice
 from fedbraid.simulation import arrival
@@ -88,6 +89,7 @@ class Experiment:
         """
         told = self.description
         decides = self.config.model_dump(mode="json", include={"model", "algorithm", "transforms"})
+        decides["metrics"] = self.config.evaluation.metrics
         decides["fields"] = {name: [list(f.shape), str(f.dtype)] for name, f in told.fields.items()}
         decides |= {"classes": told.classes, "population": told.population, "preprocess": steps_of(told)}
         decides["version"] = fedbraid.__version__
@@ -155,6 +157,9 @@ def assemble(config: Config, about: DataDescription | FederatedData) -> Experime
         config.model,
         lambda **options: build_model(config.model.name, shapes, description.classes, **options),
     )
+    model = _with_metrics(config, model, data)
+    if data is not None:
+        _named("data", config.data, lambda **_: check_targets(model, data))
     context: dict[str, Callable[[], Any]] = {
         "loss": lambda: model.loss,
         "outputs": lambda: lambda params, batch: model.predict(params, batch["x"]),
@@ -169,6 +174,17 @@ def assemble(config: Config, about: DataDescription | FederatedData) -> Experime
     if config.attack.share:  # outermost: it replaces the whole upload of an honest client
         algorithm = transforms.attack(algorithm, factor=config.attack.factor)
     return Experiment(config, description, model, algorithm, _arrival(config), data)
+
+
+def _with_metrics(config: Config, model: Model, data: FederatedData | None) -> Model:
+    """The model with the metrics that the configuration adds, and R2 for every regression."""
+    values = model.targets is not None and model.targets.kind == "values"
+    names: list[str] = sorted({*config.evaluation.metrics, "r2"} if values else config.evaluation.metrics)
+    centre = float(np.mean(data.train.arrays["y"])) if values and data is not None else 0.0
+    try:
+        return with_metrics(model, names, centre=centre)
+    except ValueError as error:
+        raise ConfigError(f"evaluation.metrics: {error}") from None
 
 
 def _build_algorithm(config: Config, context: Mapping[str, Callable[[], Any]]) -> Algorithm:

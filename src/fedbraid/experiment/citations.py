@@ -1,4 +1,4 @@
-"""The paper of a method, read from the docstrings of its factory and of its module."""
+"""The paper of a method, read from the docstring of its factory or, if that cites none, of its module."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from fedbraid import algorithms, transforms
 __all__ = ["Citation", "citation"]
 
 
+PAPER = re.compile(r"\.\s.*\b(19|20)\d\d\b", re.DOTALL)  # authors, a full stop, and a year
+
+
 class Citation(NamedTuple):
-    """The source of a method: the first lines of its docstring, and the paper cited in its module's docstring."""
+    """The source of a method: the first lines of its docstring, and the paper that it cites."""
 
     name: str
     about: str
@@ -24,10 +27,12 @@ def citation(kind: str, name: str) -> Citation:
 
     >>> citation("algorithm", "scaffold").paper.split(".")[-3].strip()
     'ICML 2020'
+    >>> citation("algorithm", "fedavg").paper.split(",")[0]
+    'H. B. McMahan'
     """
     factory = (algorithms.ALGORITHMS if kind == "algorithm" else transforms.TRANSFORMS)[name]
     module = inspect.getmodule(factory)
-    about = (inspect.getdoc(factory) or "").split("\n\n")[0]
-    paragraphs = (inspect.getdoc(module) or "").split("\n\n")[1:] if module else []
-    paper = next((p for p in paragraphs if re.search(r"\b(19|20)\d\d\b", p) and not p.startswith(" ")), "")
+    about, *own = (inspect.getdoc(factory) or "").split("\n\n")
+    shared = (inspect.getdoc(module) or "").split("\n\n")[1:] if module else []
+    paper = next((p for p in [*own, *shared] if PAPER.search(p) and not p.startswith((" ", ">>>", "Args"))), "")
     return Citation(name, " ".join(about.split()), " ".join(paper.split()))

@@ -206,5 +206,5 @@ def _notices(runs: Sequence[ReportedRun], comparisons: Sequence[Mapping[str, Any
                 notices.append(f"{method['label']} is best at the edge of its grid ({keys}): try values outside it.")
     for run in runs:
         if run.summary.diverged:
-            notices.append(f"{run.label}, seed {run.config.seed}, diverged.")
+            notices.append(f"{run.label}, seed {run.config.seed}, {run.summary.problem or 'diverged'}.")
     return notices

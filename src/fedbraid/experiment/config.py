@@ -74,7 +74,10 @@ class Attack(_Section):
 
 
 class Evaluation(_Section):
+    """Evaluation on the test split. ``metrics``: further metrics, "f1" or "auc" for classes, "r2" for values."""
+
     every: Annotated[int, Field(ge=1)] = 10
+    metrics: tuple[Literal["f1", "auc", "r2"], ...] = ()
 
 
 class Checkpoint(_Section):

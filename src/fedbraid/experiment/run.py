@@ -13,10 +13,11 @@ import numpy as np
 from fedbraid.experiment import runfolder
 from fedbraid.experiment.assembly import Experiment, build
 from fedbraid.experiment.config import Config, dump
+from fedbraid.experiment.divergence import divergence
 from fedbraid.experiment.figures import draw_run, save
-from fedbraid.experiment.summary import RunSummary, has_diverged, summarize_run
+from fedbraid.experiment.summary import RunSummary, summarize_run
 from fedbraid.simulation import Checkpoints, Progress, Result, hosts, simulate
-from fedbraid.simulation.evaluate import client_values, evaluator
+from fedbraid.simulation.evaluate import evaluator
 from fedbraid.transforms.privacy import epsilon_by_round, is_private
 
 __all__ = ["run_config"]
@@ -52,6 +53,9 @@ def run_config(
     result = _simulate(experiment, out / runfolder.CHECKPOINTS, resume, watched)
     seconds = time.perf_counter() - began
     table = _table(experiment, result, stamps)
+    scores = None if experiment.data.test is None else evaluator(experiment.metrics, experiment.data.test)
+    start = None if scores is None else scores.summary(experiment.params)
+    problem = divergence(config, result.history, result.evaluations, result.params, start)
     summary = summarize_run(
         config,
         table,
@@ -59,13 +63,15 @@ def run_config(
         seconds=seconds,
         declared=experiment.metrics.declared,
         finished=result.info.stopped_at == config.rounds,
-        diverged=has_diverged(result.history, result.evaluations, result.params),
+        diverged=bool(problem),
+        problem=problem,
         engine=_engine(result),
         params_sha256=runfolder.params_sha256(result.params),
         out=str(out),
     )
     if hosts.is_first():
-        _write(out, experiment, result, table, summary)
+        clients = None if scores is None else scores.by_client(result.params)
+        _write(out, experiment, clients, table, summary)
     return summary
 
 
@@ -128,14 +134,17 @@ def _engine(result: Result) -> dict[str, Any]:
 
 
 def _write(
-    out: Path, experiment: Experiment, result: Result, table: dict[str, np.ndarray], summary: RunSummary
+    out: Path,
+    experiment: Experiment,
+    clients: dict[str, Any] | None,
+    table: dict[str, np.ndarray],
+    summary: RunSummary,
 ) -> None:
     """Write the files that a run folder gets at the end of the run."""
-    config, data = experiment.config, experiment.data
+    config = experiment.config
     runfolder.write_metrics(out, table)
-    if data.test is not None:
-        scores = evaluator(experiment.metrics, data.test)(result.params)
-        runfolder.write_clients(out, {f"test_{name}": client_values(sums) for name, sums in scores.items()})
+    if clients is not None:
+        runfolder.write_clients(out, clients)
     what = f"{config.algorithm.name} on {config.data.name}"
     title = f"{what}: {config.model.name}, cohort {config.cohort}, seed {config.seed}"
     save(draw_run(table, title), out / runfolder.CURVES)

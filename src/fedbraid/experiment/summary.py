@@ -6,14 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-import jax
 import numpy as np
 
 import fedbraid
 from fedbraid.experiment.config import Config, ConfigError
-from fedbraid.metric import WORST_TENTH, Better, Metric, directions, is_client_column, metric_of_column
+from fedbraid.metric import WORST_TENTH, Better, Metric, directions, metric_of_column
 
-__all__ = ["RunSummary", "current_name", "has_diverged", "summarize_run"]
+__all__ = ["RunSummary", "current_name", "summarize_run"]
 
 OLD_WORST_TENTH = "_client_p10"
 FORMAT = 1  # of a run folder as a whole; another format is refused
@@ -23,6 +22,7 @@ FORMAT = 1  # of a run folder as a whole; another format is refused
 class RunSummary:
     """A run in a few numbers. Simulated, deployed and compared runs have the same fields.
 
+    problem: one line on a divergence, with the round, the likely cause and the next step; empty if all went well.
     final: the last value of every evaluated column.
     metrics: which direction is better, for every evaluated column and every reported metric that has a direction.
     bytes: sent over the whole run, ``down`` to the clients and ``up`` to the server.
@@ -43,6 +43,7 @@ class RunSummary:
     seconds: float
     finished: bool = True
     diverged: bool = False
+    problem: str = ""
     final: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, Better] = field(default_factory=dict)
     bytes: Mapping[str, int] = field(default_factory=lambda: {"down": 0, "up": 0})
@@ -98,22 +99,6 @@ def current_name(column: str) -> str:
     'test_loss_client_worst_tenth'
     """
     return column.removesuffix(OLD_WORST_TENTH) + WORST_TENTH if column.endswith(OLD_WORST_TENTH) else column
-
-
-def has_diverged(history: Mapping[str, Any], evaluations: Mapping[str, Any], params: Any = ()) -> bool:
-    """Whether a run diverged: its model or a score over all examples is not finite, or no upload of a round was usable.
-
-    The engine refuses uploads that are not finite. If all uploads of a round are refused, the model does not change.
-    """
-    for name, refused in history.items():
-        if name.endswith("/refused"):
-            arrived = np.asarray(history.get(name.removesuffix("refused") + "arrived", np.inf))
-            if bool(((np.asarray(refused) > 0) & (arrived == 0)).any()):
-                return True
-    # a statistic over clients is nan if no client has test examples: that is no divergence
-    pooled = [column for name, column in evaluations.items() if not is_client_column(name)]
-    leaves = [leaf for leaf in map(np.asarray, jax.tree.leaves(params)) if np.issubdtype(leaf.dtype, np.floating)]
-    return not all(bool(np.isfinite(np.asarray(values)).all()) for values in (*pooled, *leaves))
 
 
 def summarize_run(

@@ -94,14 +94,14 @@ def sums_shapes(
 
 def are_sums(found: Sums) -> bool:
     """Whether all numbers are finite and no weight is negative."""
-    return all(np.all(np.isfinite(both)) and both[1] >= 0 for both in found.values())
+    return all(np.all(np.isfinite(both)) and np.all(both[1] >= 0) for both in found.values())
 
 
 def _stacked(found: Mapping[int, Sums], population: int) -> dict[str, Any]:
-    """The scores as in the simulator, ``{metric: [2, population]}``. Clients that did not answer have weight 0."""
+    """The scores as in the simulator, ``{metric: [2, population, ...]}``. Clients that did not answer have weight 0."""
     out: dict[str, Any] = {}
-    for name in next(iter(found.values()), {}):
-        table = np.zeros((2, population))
+    for name, first in next(iter(found.values()), {}).items():
+        table = np.zeros((2, population, *np.shape(first)[1:]))
         for client, sums in found.items():
             table[:, client] = sums[name]
         out[name] = jnp.asarray(table, jnp.result_type(float))
@@ -114,7 +114,9 @@ def summary(found: Mapping[int, Sums], population: int, declared: Sequence[Metri
     return {name: float(value) for name, value in row.items()}
 
 
-def scores_by_client(found: Mapping[int, Sums], population: int) -> dict[str, np.ndarray]:
+def scores_by_client(
+    found: Mapping[int, Sums], population: int, declared: Sequence[Metric] = ()
+) -> dict[str, np.ndarray]:
     """Each client's own metrics; nan for a client that was not asked, has no test data, or did not answer."""
-    stacked = _stacked(found, population)
-    return {f"test_{name}": np.asarray(client_values(both)) for name, both in stacked.items()}
+    values = client_values(_stacked(found, population), declared)
+    return {f"test_{name}": np.asarray(value) for name, value in values.items()}

@@ -32,7 +32,7 @@ from fedbraid.flower.policy import Policy
 from fedbraid.flower.record import open_folder, write_run
 from fedbraid.flower.server import serve
 from fedbraid.metric import is_client_column
-from fedbraid.simulation.evaluate import Evaluator, client_values, evaluator
+from fedbraid.simulation.evaluate import Evaluator, evaluator
 
 __all__ = [
     "Federation",
@@ -230,7 +230,7 @@ def federation_server_app(federation: Federation) -> ServerApp:
         )
         clients = served.clients
         if score and not federation.evaluate_clients:
-            clients = {f"test_{name}": client_values(sums) for name, sums in score(served.params).items()}
+            clients = score.by_client(served.params)
         declared, finished = experiment.metrics.declared, served.rounds == rounds
         summary = write_run(out, config, served, finished=finished, clients=clients, declared=declared)
         _say(f"done: {summary.rounds} rounds in {summary.seconds:.1f} s, written to {out}")

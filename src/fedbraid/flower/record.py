@@ -10,8 +10,9 @@ import numpy as np
 
 from fedbraid.experiment import runfolder
 from fedbraid.experiment.config import Config
+from fedbraid.experiment.divergence import divergence
 from fedbraid.experiment.figures import draw_run, save
-from fedbraid.experiment.summary import RunSummary, has_diverged, summarize_run
+from fedbraid.experiment.summary import RunSummary, summarize_run
 from fedbraid.flower.server import Served
 from fedbraid.metric import Metric
 
@@ -49,6 +50,7 @@ def write_run(
     what = f"{config.algorithm.name} on {config.data.name}, deployed"
     title = f"{what}: {config.model.name}, cohort {config.cohort}, seed {config.seed}"
     save(draw_run(table, title), out / runfolder.CURVES)
+    problem = divergence(config, served.history, {}, served.params)  # without evaluations: nan if no client answered
     summary = summarize_run(
         config,
         table,
@@ -56,7 +58,8 @@ def write_run(
         seconds=float(table["seconds"][-1]),  # of all rounds, also of those before a restart
         declared=declared,
         finished=finished,
-        diverged=has_diverged(served.history, {}, served.params),  # without evaluations: nan if no client answered
+        diverged=bool(problem),
+        problem=problem,
         engine={"plan": "flower", "clients": len(served.nodes), "counts": served.counts},
         params_sha256=runfolder.params_sha256(served.params),
         out=str(out),

@@ -387,7 +387,9 @@ class MessageRounds:
         if any(exchange.name == wire.EVALUATE for exchange in self.alg.exchanges):
             raise ValueError(f"an exchange named {wire.EVALUATE!r} would use the evaluation's columns: rename it")
         shapes = sums_shapes(metrics, jax.eval_shape(self.alg.params, self.server), site.schema, site.preprocess)
-        self.declared = tuple(metric_of_column(name, declared_by(metrics)) for name in shapes)
+        self.declared = declared_by(metrics)
+        for name in shapes:
+            metric_of_column(name, self.declared)  # refuses a metric whose direction is unknown
         self.sums, self.testers = layout_of(shapes), testers
 
     def evaluate(self) -> None:

@@ -143,7 +143,7 @@ def serve(
         dict(run.counts),
         {client: node.id for client, node in run.roster.clients.items()},
         dict(run.taken),
-        scores_by_client(run.tested, agreed.population),
+        scores_by_client(run.tested, agreed.population, run.declared),
     )
 
 

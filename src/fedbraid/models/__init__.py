@@ -10,12 +10,16 @@ from fedbraid.models.modules import from_equinox, from_flax, from_functions
 from fedbraid.models.perceptron import mlp
 from fedbraid.models.registry import MODELS, build, resolve
 from fedbraid.models.resnet import resnet18_gn
+from fedbraid.models.scoring import with_metrics
+from fedbraid.models.targets import Targets, check_targets
 
 __all__ = [
     "MODELS",
     "Model",
+    "Targets",
     "build",
     "char_lstm",
+    "check_targets",
     "conv2d",
     "dropout",
     "emnist_cnn",
@@ -31,5 +35,6 @@ __all__ = [
     "resolve",
     "softmax_regression",
     "total",
+    "with_metrics",
     "word_lstm",
 ]

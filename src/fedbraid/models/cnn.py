@@ -10,10 +10,12 @@ import jax
 from fedbraid.lowering.operations import conv_relu, dense
 from fedbraid.models import layers
 from fedbraid.models.layers import as_floats, conv_init, dense_init, image_shape
-from fedbraid.models.model import Model, check_sizes, score_classes, supervised
+from fedbraid.models.model import Model, check_sizes, head, supervised
 
 
-def emnist_cnn(classes: int = 62, *, dropout: bool = True, image: tuple[int, ...] = (28, 28, 1)) -> Model:
+def emnist_cnn(
+    classes: int = 62, *, dropout: bool = True, image: tuple[int, ...] = (28, 28, 1), score: str = "classes"
+) -> Model:
     """Conv 3x3 32, ReLU, conv 3x3 64, ReLU, max pool 2, dropout .25, dense 128, ReLU, dropout .5, dense ``classes``.
 
     Convolutions are valid (no padding). 1,206,590 parameters for 62 classes of 28x28 grey images; other sizes and
@@ -23,6 +25,7 @@ def emnist_cnn(classes: int = 62, *, dropout: bool = True, image: tuple[int, ...
         classes: labels ``y`` run from 0 to classes - 1.
         dropout: False leaves out both dropout layers; training then uses no random numbers.
         image: (height, width, channels); ``x`` may be flat or without its channel axis.
+        score: ``"values"`` makes it a regression with ``classes`` real numbers per example.
 
     >>> import jax
     >>> params = emnist_cnn().init(jax.random.key(0))
@@ -31,18 +34,19 @@ def emnist_cnn(classes: int = 62, *, dropout: bool = True, image: tuple[int, ...
     """
     height, width, channels = image_shape(image)
     check_sizes(classes=classes)
+    last = head(score, classes)
     if min(height, width) < 6:
         raise ValueError(f"image must be at least 6 x 6 for two valid convolutions and a pool, got {tuple(image)}")
     rates = (0.25, 0.5) if dropout else (0.0, 0.0)
     rows, cols = (height - 4) // 2, (width - 4) // 2
 
     def init(key):
-        first, second, third, last = jax.random.split(key, 4)
+        first, second, third, fourth = jax.random.split(key, 4)
         return {
             "conv1": conv_init(first, (3, 3), channels, 32),
             "conv2": conv_init(second, (3, 3), 32, 64),
             "dense1": dense_init(third, rows * cols * 64, 128),
-            "dense2": dense_init(last, 128, classes),
+            "dense2": dense_init(fourth, 128, classes),
         }
 
     def apply(params, x, key):
@@ -51,6 +55,6 @@ def emnist_cnn(classes: int = 62, *, dropout: bool = True, image: tuple[int, ...
         x = conv_relu(params["conv2"], conv_relu(params["conv1"], x), pool=True)
         x = layers.dropout(x.reshape(x.shape[0], -1), rates[0], keys[0])
         x = layers.dropout(jax.nn.relu(dense(params["dense1"], x)), rates[1], keys[1])
-        return dense(params["dense2"], x)
+        return last.shape(dense(params["dense2"], x))
 
-    return supervised(init, apply, score_classes)
+    return supervised(init, apply, last.score, targets=last.targets)

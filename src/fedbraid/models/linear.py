@@ -22,17 +22,18 @@ from fedbraid.models.model import (
     Model,
     PyTree,
     check_sizes,
-    score_classes,
+    head,
     score_values,
     supervised,
 )
+from fedbraid.models.targets import Targets
 
 
 def least_squares(d: int, *, l2: float = 0.0, intercept: bool = False) -> Model:
     """Linear least squares: the mean of (x.w - y)^2 / 2, plus l2/2 ||w||^2. ``x`` [B, d], ``y`` [B].
 
-    With the factor 1/2 the Hessian is the features' second moment. Metrics: ``loss``, and ``squared_error`` without
-    this factor.
+    With the factor 1/2 the Hessian is the features' second moment. Metrics: ``loss``, ``squared_error`` without this
+    factor, ``rmse`` and ``mae``.
 
     Args:
         d: the number of features.
@@ -46,7 +47,7 @@ def least_squares(d: int, *, l2: float = 0.0, intercept: bool = False) -> Model:
     [-1.0, 0.0]
     """
     check_sizes(d=d)
-    return supervised(_zeros((d,), (), intercept), _linear(d), score_values, _l2_penalty(l2))
+    return supervised(_zeros((d,), (), intercept), _linear(d), score_values, _l2_penalty(l2), Targets("values"))
 
 
 def logistic(d: int, *, l2: float = 0.0, intercept: bool = False) -> Model:
@@ -72,7 +73,7 @@ def logistic(d: int, *, l2: float = 0.0, intercept: bool = False) -> Model:
             "accuracy": (((outputs > 0) == (y > 0)) * mask, mask),
         }
 
-    return supervised(_zeros((d,), (), intercept), _linear(d), score, _l2_penalty(l2))
+    return supervised(_zeros((d,), (), intercept), _linear(d), score, _l2_penalty(l2), Targets("two classes"))
 
 
 def one_versus_all(d: int, classes: int, *, l2: float = 0.0, intercept: bool = False) -> Model:
@@ -96,7 +97,8 @@ def one_versus_all(d: int, classes: int, *, l2: float = 0.0, intercept: bool = F
             "accuracy": ((jnp.argmax(outputs, -1) == y) * mask, mask),
         }
 
-    return supervised(_zeros((d, classes), (classes,), intercept), _linear(d), score, _l2_penalty(l2))
+    targets = Targets("classes", classes)
+    return supervised(_zeros((d, classes), (classes,), intercept), _linear(d), score, _l2_penalty(l2), targets)
 
 
 def softmax_regression(d: int, classes: int, *, l2: float = 0.0) -> Model:
@@ -111,7 +113,8 @@ def softmax_regression(d: int, classes: int, *, l2: float = 0.0) -> Model:
     ((784, 62), (62,))
     """
     check_sizes(d=d, classes=classes)
-    return supervised(_zeros((d, classes), (classes,), True), _linear(d), score_classes, _l2_penalty(l2))
+    last = head("classes", classes)
+    return supervised(_zeros((d, classes), (classes,), True), _linear(d), last.score, _l2_penalty(l2), last.targets)
 
 
 def _zeros(w: tuple[int, ...], b: tuple[int, ...], intercept: bool) -> Callable[[Array], PyTree]:

@@ -23,6 +23,7 @@ from fedbraid.lowering import kernels
 from fedbraid.lowering.operations import along_weights, computed_by, dense, linear
 from fedbraid.models.layers import dense_init, glorot_uniform
 from fedbraid.models.model import Array, Model, check_sizes, score_tokens, supervised
+from fedbraid.models.targets import Targets
 
 PADDING = 0
 Compute = Literal["float32", "bfloat16"]
@@ -114,7 +115,7 @@ def _language_model(vocab, layers, hidden, embed, projection, uncounted, compute
         return dense(params["dense"], x).swapaxes(0, 1)
 
     score = score_tokens.through(lambda score: partial(score, padding=PADDING, uncounted=uncounted))
-    return supervised(init, apply, score)
+    return supervised(init, apply, score, targets=Targets("tokens", vocab))
 
 
 def _as_haiku(key: Array, params: Any) -> Any:

@@ -12,12 +12,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fedbraid.local import APPLIES_MASK
 from fedbraid.metric import Metric, Metrics, declared_by, declares
+from fedbraid.models.targets import Targets
 
 Array = jax.Array
 Batch = Mapping[str, Any]
 PyTree = Any
 LOSS, ACCURACY, SQUARED_ERROR = Metric("loss", "lower"), Metric("accuracy", "higher"), Metric("squared_error", "lower")
+MAE = Metric("mae", "lower")
+RMSE = Metric("rmse", "lower", of=lambda means: means["squared_error"] ** 0.5)
 
 
 class Model(NamedTuple):
@@ -25,7 +29,8 @@ class Model(NamedTuple):
 
     ``metrics`` and ``loss`` agree: ``total(metrics(params, batch)["loss"])`` is ``loss(params, batch, None)``, up to
     rounding. ``metrics`` is a `fedbraid.Metrics`, which declares whether higher or lower values are better. It may be a
-    plain function if all its names are well known (`fedbraid.metric.KNOWN`).
+    plain function if all its names are well known (`fedbraid.metric.KNOWN`). ``targets`` says which labels the model
+    can have, so that data is checked before training.
 
     >>> import jax, jax.numpy as jnp
     >>> from fedbraid.models import softmax_regression, total
@@ -40,6 +45,7 @@ class Model(NamedTuple):
     loss: Callable[[PyTree, Batch, Array | None], Array]  # (params, batch, key) -> scalar; no dropout if key is None
     metrics: Callable[[PyTree, Batch], dict[str, tuple[Array, Array]]]  # {name: (sums [B], weights [B])}
     predict: Callable[[PyTree, Array], Array]  # (params, x) -> logits or outputs, evaluation mode
+    targets: Targets | None = None  # what the field y must be; None: not checked
 
 
 def check_sizes(**sizes: int) -> None:
@@ -77,6 +83,7 @@ def supervised(
     apply: Callable[[PyTree, Array, Array | None], Array],
     per_example: Callable[[Array, Array, Array], Mapping[str, tuple[Array, Array]]],
     penalty: Callable[[PyTree], Array] | None = None,
+    targets: Targets | None = None,
 ) -> Model:
     """A model from a network and a scorer. Masks, means and penalties are applied only here.
 
@@ -86,6 +93,7 @@ def supervised(
         per_example: (outputs, y, mask) -> {name: (sums [B], weights [B])}, masks applied; one is named ``"loss"``.
             A `fedbraid.Metrics` if it has names that are not well known.
         penalty: (params) -> scalar added to the mean loss, such as l2.
+        targets: which labels the model can have.
     """
 
     def loss(params: PyTree, batch: Batch, key: Array | None = None) -> Array:
@@ -100,7 +108,9 @@ def supervised(
             scores["loss"] = (sums + weights * penalty(params), weights)
         return scores
 
-    return Model(init, loss, Metrics(metrics, declared_by(per_example)), lambda params, x: apply(params, x, None))
+    setattr(loss, APPLIES_MASK, True)  # the scorer gets the mask, so engines need not check that padding is ignored
+    declared = Metrics(metrics, declared_by(per_example))
+    return Model(init, loss, declared, lambda params, x: apply(params, x, None), targets)
 
 
 @declares(LOSS, ACCURACY)
@@ -115,14 +125,18 @@ def score_classes(logits: Array, y: Array, mask: Array) -> dict[str, tuple[Array
     }
 
 
-@declares(LOSS, SQUARED_ERROR)
+@declares(LOSS, SQUARED_ERROR, MAE, RMSE)
 def score_values(outputs: Array, y: Array, mask: Array) -> dict[str, tuple[Array, Array]]:
-    """Half the squared error as the loss, and the squared error itself; outputs [B, ...] like ``y``."""
+    """Half the squared error as the loss, and squared, absolute and root mean squared error; outputs like ``y``.
+
+    If an example has several values, its errors are summed over them.
+    """
     if outputs.shape != y.shape:
         raise ValueError(f"outputs of shape {outputs.shape} for targets 'y' of shape {y.shape}: they must be the same")
     mask = mask.astype(outputs.dtype)
-    error = jnp.sum(jnp.square(outputs - y).reshape(y.shape[0], -1), axis=-1) * mask
-    return {"loss": (error / 2, mask), "squared_error": (error, mask)}
+    difference = (outputs - y).reshape(y.shape[0], -1)
+    error, absolute = (jnp.sum(f(difference), axis=-1) * mask for f in (jnp.square, jnp.abs))
+    return {"loss": (error / 2, mask), "squared_error": (error, mask), "mae": (absolute, mask)}
 
 
 @declares(LOSS, ACCURACY)
@@ -145,6 +159,33 @@ def score_tokens(
         "loss": ((cross_entropy(logits, y) * weights).sum(-1), weights.sum(-1)),
         "accuracy": (((jnp.argmax(logits, -1) == y) * counted).sum(-1), counted.sum(-1)),
     }
+
+
+class Head(NamedTuple):
+    """How a network's last layer is scored: the scorer, the targets, and the outputs in the shape of the targets."""
+
+    score: Metrics
+    targets: Targets
+    shape: Callable[[Array], Array]
+
+
+def head(score: str, count: int) -> Head:
+    """The head of a network with ``count`` outputs: ``"classes"`` or ``"values"``.
+
+    >>> head("values", 1).shape(jnp.zeros((4, 1))).shape
+    (4,)
+    """
+    if score == "classes":
+        if count < 2:
+            raise ValueError(
+                f"classes must be at least 2, got {count}: a softmax over one class is constant. For a regression set "
+                'score = "values"; for two classes set classes = 2'
+            )
+        return Head(score_classes, Targets("classes", count), lambda outputs: outputs)
+    if score == "values":
+        one = count == 1
+        return Head(score_values, Targets("values"), lambda outputs: outputs[..., 0] if one else outputs)
+    raise ValueError(f"score must be 'classes' or 'values', got {score!r}")
 
 
 SCORES = {"classes": score_classes, "values": score_values, "tokens": score_tokens}

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from fedbraid.models.model import SCORES, Array, Batch, Model, PyTree, mask_of, supervised
+from fedbraid.models.targets import Targets
 
 Score = Callable[[Array, Array, Array], Mapping[str, tuple[Array, Array]]]
 
@@ -18,6 +19,7 @@ def from_functions(
     loss: Callable[[PyTree, Batch, Array | None], Array],
     metrics: Callable[[PyTree, Batch], dict[str, tuple[Array, Array]]] | None = None,
     predict: Callable[[PyTree, Array], Array] | None = None,
+    targets: Targets | None = None,
 ) -> Model:
     """A model from the user's own functions. The engine makes their convolutions fast (docs/lowering.md).
 
@@ -27,6 +29,7 @@ def from_functions(
         metrics: (params, batch) -> {name: (sums [B], weights [B])}; without it the only metric is the batch's loss.
             Use a `fedbraid.Metrics` to declare names that are not well known.
         predict: (params, x) -> outputs.
+        targets: which labels the model can have, such as ``Targets("classes", 10)``; None: labels are not checked.
 
     >>> import jax, jax.numpy as jnp
     >>> model = from_functions(lambda key: jnp.zeros(2), lambda p, batch, key: jnp.sum((p - batch["x"]) ** 2))
@@ -44,7 +47,7 @@ def from_functions(
     def no_predict(params: PyTree, x: Array) -> Array:
         raise ValueError("this model was made by from_functions without predict: pass predict=(params, x) -> outputs")
 
-    return Model(init, loss, metrics or loss_alone, predict or no_predict)
+    return Model(init, loss, metrics or loss_alone, predict or no_predict, targets)
 
 
 def from_equinox(module: Any, *, score: str | Score = "classes", batched: bool = False) -> Model:
@@ -55,9 +58,9 @@ def from_equinox(module: Any, *, score: str | Score = "classes", batched: bool =
 
     Args:
         module: the module, or (key) -> module. A module starts with its own weights, for every seed.
-        score: ``"classes"`` (cross entropy, accuracy), ``"values"`` (squared error), ``"tokens"`` (sequences, 0 is
-            padding), or (outputs, y, mask) -> {name: (sums [B], weights [B])} with a metric ``"loss"``, as a
-            `fedbraid.Metrics` if other names are not well known.
+        score: ``"classes"`` (cross entropy, accuracy), ``"values"`` (squared and absolute error), ``"tokens"``
+            (sequences, 0 is padding), or (outputs, y, mask) -> {name: (sums [B], weights [B])} with a metric
+            ``"loss"``, as a `fedbraid.Metrics` if other names are not well known.
         batched: the module takes a whole batch; by default it takes one example and is mapped over the batch.
 
     >>> import equinox as eqx, jax
@@ -92,7 +95,7 @@ def from_equinox(module: Any, *, score: str | Score = "classes", batched: bool =
             return network(x, key=key)
         return jax.vmap(lambda one, k: network(one, key=k))(x, jax.random.split(key, x.shape[0]))
 
-    return supervised(init, apply, _score(score))
+    return supervised(init, apply, _score(score), targets=_targets(score))
 
 
 def from_flax(
@@ -146,7 +149,7 @@ def from_flax(
             return module.apply({"params": params}, x, **evaluation)
         return module.apply({"params": params}, x, rngs={"dropout": key}, **training)
 
-    return supervised(init, apply, _score(score))
+    return supervised(init, apply, _score(score), targets=_targets(score))
 
 
 def _score(score: str | Score) -> Score:
@@ -155,6 +158,13 @@ def _score(score: str | Score) -> Score:
     if score not in SCORES:
         raise ValueError(f"score must be one of {', '.join(SCORES)} or a function, got {score!r}")
     return SCORES[score]
+
+
+def _targets(score: str | Score) -> Targets | None:
+    """The labels that a score by name takes; a user's own function is not checked."""
+    if callable(score):
+        return None
+    return {"classes": Targets("classes"), "values": Targets("values"), "tokens": Targets("tokens")}[score]
 
 
 def _takes(module: Any, argument: str) -> bool:

@@ -12,13 +12,15 @@ import jax
 
 from fedbraid.lowering.operations import dense
 from fedbraid.models.layers import as_floats, dense_init
-from fedbraid.models.model import Model, check_sizes, score_classes, supervised
+from fedbraid.models.model import Model, check_sizes, head, supervised
 
 
-def mlp(d: int, classes: int, *, hidden: Sequence[int] = (300, 100)) -> Model:
+def mlp(d: int, classes: int, *, hidden: Sequence[int] = (300, 100), score: str = "classes") -> Model:
     """Dense layers with ReLU between them: ``x`` [B, d] (or images of d values), ``y`` [B] in 0 .. classes - 1.
 
-    ``hidden=(300, 100)`` is the network of Mime's ablation on EMNIST-62. Kernels start Glorot-uniform, biases zero.
+    ``score="values"`` makes it a regression with ``classes`` real numbers per example: ``y`` [B], or [B, classes] if
+    there are several. ``hidden=(300, 100)`` is the network of Mime's ablation on EMNIST-62. Kernels start
+    Glorot-uniform, biases zero.
 
     >>> import jax
     >>> params = mlp(d=784, classes=62).init(jax.random.key(0))
@@ -30,7 +32,7 @@ def mlp(d: int, classes: int, *, hidden: Sequence[int] = (300, 100)) -> Model:
         raise ValueError(f"hidden must be a list of widths such as [300, 100], got {hidden!r}")
     for width in hidden:
         check_sizes(hidden=width)
-    widths = [d, *hidden, classes]
+    widths, last = [d, *hidden, classes], head(score, classes)
 
     def init(key):
         keys = jax.random.split(key, len(widths) - 1)
@@ -40,6 +42,6 @@ def mlp(d: int, classes: int, *, hidden: Sequence[int] = (300, 100)) -> Model:
         x = as_floats(x, (d,))
         for layer in params[:-1]:
             x = jax.nn.relu(dense(layer, x))
-        return dense(params[-1], x)
+        return last.shape(dense(params[-1], x))
 
-    return supervised(init, apply, score_classes)
+    return supervised(init, apply, last.score, targets=last.targets)

@@ -88,10 +88,13 @@ def build(name: str, example_shapes: Shapes, num_classes: int | None = None, **o
     for argument, size in _SIZES[name].items():
         if argument in options:
             continue
-        sizes[argument] = size(example_shapes, num_classes)
+        regression = argument == "classes" and options.get("score") == "values"
+        sizes[argument] = math.prod(example_shapes.get("y", ())) if regression else size(example_shapes, num_classes)
         if sizes[argument] is None:
             raise ValueError(
-                f"model {name!r} needs {argument!r}, which the data does not have: set the option {argument}"
+                f"model {name!r} needs {argument!r}, which the data does not have: "
+                + ('for a regression set score = "values", else ' if "score" in allowed else "")
+                + f"set the option {argument}"
             )
     return factory(**sizes, **options)
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from fedbraid.lowering.operations import conv2d, dense, max_pool
 from fedbraid.models.layers import as_floats, dense_init, glorot_uniform, image_shape
-from fedbraid.models.model import Array, Model, check_sizes, score_classes, supervised
+from fedbraid.models.model import Array, Model, check_sizes, head, supervised
 
 STRIDES = (1, 1, 2, 1, 2, 1, 2, 1)  # of the eight blocks; a stride of 2 doubles the channels
 
@@ -27,6 +27,7 @@ def resnet18_gn(
     groups: int = 2,
     width: int = 64,
     stem: Literal["small", "large"] = "small",
+    score: str = "classes",
 ) -> Model:
     """Residual network of 18 layers with group normalisation; ``x`` [B, *image], ``y`` [B] in 0 .. classes - 1.
 
@@ -35,6 +36,7 @@ def resnet18_gn(
         image: (height, width, channels); 24x24x3 are the cropped images of federated CIFAR-100.
         groups: groups of channels normalised together.
         width: channels of the first blocks, doubled three times.
+        score: ``"values"`` makes it a regression with ``classes`` real numbers per example.
         stem: ``"small"`` starts with a 3x3 convolution at full size, as is usual for 32x32 images. ``"large"`` starts
             with a 7x7 convolution of stride 2 and a max pool of 2, similar to ImageNet: a sixteenth of the work.
 
@@ -49,6 +51,7 @@ def resnet18_gn(
         raise ValueError(f"groups must divide the width of {width} channels, got {groups}")
     if stem not in ("small", "large"):
         raise ValueError(f"stem must be 'small' or 'large', got {stem!r}")
+    last = head(score, classes)
     window, stride = (3, 1) if stem == "small" else (7, 2)
 
     def init(key):
@@ -76,9 +79,9 @@ def resnet18_gn(
         for block, step in zip(params["blocks"], STRIDES, strict=True):
             y = unit(block["two"], jax.nn.relu(unit(block["one"], x, step)), 1)
             x = jax.nn.relu(y + (unit(block["shortcut"], x, step) if "shortcut" in block else x))
-        return dense(params["dense"], x.mean((1, 2)))
+        return last.shape(dense(params["dense"], x.mean((1, 2))))
 
-    return supervised(init, apply, score_classes)
+    return supervised(init, apply, last.score, targets=last.targets)
 
 
 def _unit_init(key: Array, window: int, channels: int, out: int) -> dict[str, Array]:

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from fedbraid.notices import notice
+
 __all__ = [
     "AXIS",
     "client_mesh",
@@ -35,12 +37,18 @@ def cores() -> int:
 def use_cores(count: int | None = None) -> int:
     """Make jax show ``count`` host devices (default: one per core), so that each core trains its own client.
 
-    Call it before jax uses a device; later it has no effect. Returns the number of devices.
+    Call it before jax uses a device; later it has no effect, which is said. Returns the number of devices.
     """
     wanted = cores() if count is None else count
     with contextlib.suppress(RuntimeError):  # the backend has started: its number of devices is fixed
         jax.config.update("jax_num_cpu_devices", wanted)
-    return jax.local_device_count()
+    found = jax.local_device_count()
+    if found < wanted and jax.default_backend() == "cpu":
+        notice(
+            f"use_cores({wanted}) has no effect: jax has already started with {found} device{'s' * (found > 1)}. Call "
+            "it before anything that uses jax, or set the environment variable JAX_NUM_CPU_DEVICES"
+        )
+    return found
 
 
 def client_mesh(devices: int | None = None) -> Mesh:

@@ -1,6 +1,7 @@
 """Evaluation of a model on a test split: over all examples, and for each client.
 
-The *score* of a metric is an array [2, clients]: each client's sum over its examples, and the sum of their weights.
+The *score* of a metric is an array [2, clients]: each client's sum over its examples, and the sum of their weights. A
+sum that other metrics are computed from may be a vector per example; its score then is [2, clients, size].
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from fedbraid.data.federated import Split
 from fedbraid.local import MASK
-from fedbraid.metric import MEAN, WORST, WORST_TENTH, Metric, declared_by, metric_of_column
+from fedbraid.metric import MEAN, WORST, WORST_TENTH, Metric, declared_by, metric_of_column, shown_values
 
 __all__ = [
     "Evaluator",
@@ -43,6 +44,10 @@ class Evaluator(NamedTuple):
         """The scores as one row of columns; see `summarize`."""
         return summarize(self.scores(params), prefix, self.declared)
 
+    def by_client(self, params: Any, prefix: str = "test_") -> dict[str, Any]:
+        """Every metric for each client; see `client_values`."""
+        return {prefix + name: values for name, values in client_values(self.scores(params), self.declared).items()}
+
 
 def evaluator(metrics: Callable, split: Split, *, batch_size: int = 256) -> Evaluator:
     """A function ``params -> {name: [2, clients]}``: sums and weights of each metric over each client's examples.
@@ -65,19 +70,56 @@ def evaluator(metrics: Callable, split: Split, *, batch_size: int = 256) -> Eval
 
 
 def metrics_of(metrics: Callable, params: Any, split: Split) -> tuple[Metric, ...]:
-    """The metrics that ``metrics(params, batch)`` returns, found by tracing, without computing them.
+    """The metrics that ``metrics(params, batch)`` gives, found by tracing, without computing them.
 
-    A metric whose direction is neither declared nor well known is refused.
+    Results that are not sums and weights per example are refused, and so is a metric whose direction is neither
+    declared nor well known.
 
     >>> split = Split.from_clients([{"x": np.ones(3, np.float32)}])
     >>> metrics_of(lambda params, batch: {"loss": (batch["x"] * params, batch["mask"])}, 1.0, split)
     (Metric(name='loss', better='lower'),)
     """
-    batch = {name: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for name, a in split.arrays.items()}
-    batch[MASK] = jax.ShapeDtypeStruct((1,), jnp.result_type(float))
+    batch = {name: jax.ShapeDtypeStruct((PROBE, *a.shape[1:]), a.dtype) for name, a in split.arrays.items()}
+    batch[MASK] = jax.ShapeDtypeStruct((PROBE,), jnp.result_type(float))
     declared = declared_by(metrics)
-    names = jax.eval_shape(partial(_of_batch, metrics, split.preprocess), params, batch)
-    return tuple(metric_of_column(name, declared) for name in names)
+    found = jax.eval_shape(partial(_of_batch, metrics, split.preprocess), params, batch)
+    _check_sums(found, declared)
+    names = shown_values(dict.fromkeys(found), [m for m in declared if m.of is None])
+    computed = [metric.name for metric in declared if metric.of is not None]
+    return tuple(metric_of_column(name, declared) for name in [*names, *computed])
+
+
+PROBE = 3  # rows of the batch with which the shapes of metrics are checked
+
+
+def _check_sums(found: Any, declared: Iterable[Metric]) -> None:
+    """Refuse results of metrics that are not ``{name: (sums [B], weights [B])}``."""
+    wanted = (
+        "metrics(params, batch) must return {name: (sums, weights)}, with one number per example in both, for example "
+        '{"accuracy": (correct * batch["mask"], batch["mask"])}. The engine adds them up over batches and divides'
+    )
+    if not isinstance(found, Mapping):
+        raise ValueError(f"metrics returned a {type(found).__name__}: {wanted}")
+    hidden = {metric.name for metric in declared if not metric.shown}
+    for name, pair in found.items():
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            shape = getattr(pair, "shape", None)
+            what = type(pair).__name__ if shape is None else f"an array of shape {shape_words(shape)}"
+            raise ValueError(f"metric {name!r} is {what} instead of a pair: {wanted}")
+        for what, leaf in zip(("sums", "weights"), pair, strict=True):
+            shape = tuple(getattr(leaf, "shape", ()))
+            right = shape[:1] == (PROBE,) and (len(shape) == 1 or name in hidden)
+            if not right or shape != tuple(getattr(pair[0], "shape", ())):
+                raise ValueError(
+                    f"the {what} of metric {name!r} have shape {shape_words(shape)} for a batch of B examples, not "
+                    f"(B,): {wanted}"
+                )
+
+
+def shape_words(shape: tuple[int, ...]) -> str:
+    """A shape of the probing batch, with B for its number of rows."""
+    sizes = ["B" if i == 0 and size == PROBE else str(size) for i, size in enumerate(shape)]
+    return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
 
 
 def in_batches(split: Split, *, batch_size: int = 256) -> tuple[dict[str, Any], Any]:
@@ -110,7 +152,10 @@ def score(
     preprocess: ``(batch, key, train) -> batch``, called without a key and with ``train=False``.
     """
     scores = jax.lax.map(partial(_of_batch, metrics, preprocess, params), batches)
-    by_client = lambda leaf: jax.ops.segment_sum(leaf.reshape(-1), owners, clients)  # noqa: E731
+
+    def by_client(leaf: Any) -> Any:
+        return jax.ops.segment_sum(leaf.reshape(-1, *leaf.shape[2:]), owners, clients)
+
     return {name: jnp.stack([by_client(s), by_client(w)]) for name, (s, w) in scores.items()}
 
 
@@ -118,9 +163,14 @@ def _of_batch(metrics: Callable, preprocess: Callable | None, params: Any, batch
     return metrics(params, batch if preprocess is None else preprocess(batch, None, False))
 
 
-def client_values(sums: Any) -> Any:
-    """The value of a metric for each client; nan for a client without test examples."""
-    return sums[0] / jnp.where(sums[1] > 0, sums[1], jnp.nan)
+def client_values(scores: Mapping[str, Any], declared: Iterable[Metric] = ()) -> dict[str, Any]:
+    """Every metric for each client; nan for a client without test examples.
+
+    >>> client_values({"loss": jnp.array([[1.0, 6.0], [1.0, 2.0]])})["loss"].tolist()
+    [1.0, 3.0]
+    """
+    means = {name: sums[0] / jnp.where(sums[1] > 0, sums[1], jnp.nan) for name, sums in scores.items()}
+    return shown_values(means, declared)
 
 
 def summarize(scores: Mapping[str, Any], prefix: str = "test_", declared: Iterable[Metric] = ()) -> dict[str, Any]:
@@ -128,16 +178,17 @@ def summarize(scores: Mapping[str, Any], prefix: str = "test_", declared: Iterab
 
     ``_client_mean`` is the mean of the clients' own values, ``_client_worst`` is the worst of them. A tenth of the
     clients are worse than ``_client_worst_tenth``: it is the 10th percentile if higher is better, the 90th if lower is
-    better. ``declared`` gives the direction of metrics that are not well known.
+    better. ``declared`` gives the direction of metrics that are not well known, and the metrics computed from others.
 
     >>> scores = {"loss": jnp.array([[1.0, 6.0], [1.0, 2.0]])}  # one client with loss 1, another with 6 / 2
     >>> {name: round(float(value), 2) for name, value in summarize(scores, "").items()}
     {'loss': 2.33, 'loss_client_mean': 2.0, 'loss_client_worst_tenth': 2.8, 'loss_client_worst': 3.0}
     """
     row, declared = {}, tuple(declared)
-    for name, sums in scores.items():
-        values, sign = client_values(sums), metric_of_column(name, declared).sign
-        row[prefix + name] = jnp.sum(sums[0]) / jnp.sum(sums[1])
+    pooled = shown_values({name: jnp.sum(s[0], 0) / jnp.sum(s[1], 0) for name, s in scores.items()}, declared)
+    for name, values in client_values(scores, declared).items():
+        sign = metric_of_column(name, declared).sign
+        row[prefix + name] = pooled[name]
         row[prefix + name + MEAN] = jnp.nanmean(values)
         row[prefix + name + WORST_TENTH] = sign * jnp.nanpercentile(sign * values, 10)
         row[prefix + name + WORST] = sign * jnp.nanmin(sign * values)

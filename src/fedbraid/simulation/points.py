@@ -36,6 +36,7 @@ from fedbraid.simulation.feed import Feed
 from fedbraid.simulation.history import History
 from fedbraid.simulation.loop import RoundLoop, Schedule
 from fedbraid.simulation.options import EngineOptions
+from fedbraid.simulation.padding import check_padding, recorded_losses
 from fedbraid.simulation.placement import states_on_host, streams
 from fedbraid.simulation.plan import Plan, choose_plan, steps_of
 from fedbraid.simulation.points_result import PointsResult, joined
@@ -134,7 +135,9 @@ class Points:
         self.mesh = Mesh(devices.devices, (AXIS,)) if self.own_points else devices
         self.inner = Mesh(devices.devices[:1], devices.axis_names) if self.own_points else devices
         self.sharding = NamedSharding(self.mesh, PartitionSpec(AXIS) if self.own_points else PartitionSpec())
-        self.traffic = cost(alg, params, study.data)
+        with recorded_losses() as losses:
+            self.traffic = cost(alg, params, study.data)
+        check_padding(losses, alg, params, split)
         self.plan = choose_plan(alg, params, study.data, self.inner, options, cohort)
         if self.plan.kind == "lanes" and options.chunk == "auto" and points > 1:
             self.plan = self.plan._replace(chunk=min(self.plan.chunk, _useful_lanes(self.plan, alg, split)))
@@ -191,8 +194,9 @@ class Points:
             prepare = point.task.data.preprocess
             metrics = lower_metrics(point.metrics, self.options)
             scores = score(metrics, params, *test, clients=self.clients, preprocess=prepare)
-            row = summarize(scores, self.study.prefix, declared_by(point.metrics))
-            clients = {self.study.prefix + name: client_values(sums) for name, sums in scores.items()}
+            declared = declared_by(point.metrics)
+            row = summarize(scores, self.study.prefix, declared)
+            clients = {self.study.prefix + n: values for n, values in client_values(scores, declared).items()}
         return row, clients, finite(params)
 
     def _mapped(self, function: Callable, in_axes: tuple, out_axes: Any = 0) -> Any:

@@ -20,6 +20,7 @@ from fedbraid.simulation.feed import Feed
 from fedbraid.simulation.history import History
 from fedbraid.simulation.loop import RoundLoop, Schedule
 from fedbraid.simulation.options import EngineOptions, engine_options
+from fedbraid.simulation.padding import check_padding, recorded_losses
 from fedbraid.simulation.placement import Placement, place_run
 from fedbraid.simulation.program import Task, compile_rounds
 from fedbraid.simulation.result import Checkpoints, Info, Progress, Result
@@ -77,7 +78,9 @@ def simulate(
         if task.data.test is None:
             raise ValueError("metrics were given, but the data has no test split to evaluate them on")
         metrics_of(metrics, params, task.data.test)  # refuses a metric whose direction is unknown
-    traffic = cost(alg, params, task.data)  # also checks the structure of the algorithm, before anything compiles
+    with recorded_losses() as losses:
+        traffic = cost(alg, params, task.data)  # also checks the structure of the algorithm, before anything compiles
+    check_padding(losses, alg, params, task.data.train)
     _notice_unused_state(alg, params, task.data.train.num_clients, rounds, size)
 
     saved = _saved(checkpoints)

@@ -12,15 +12,18 @@ import numpy as np
 
 from fedbraid import algorithms
 from fedbraid.data.federated import Split
-from fedbraid.experiment.assembly import Experiment, build
-from fedbraid.experiment.config import Config, options_of
+from fedbraid.experiment.assembly import Experiment, assemble, build
+from fedbraid.experiment.config import Config, options_of, parse
 from fedbraid.experiment.diagnosis.advice import Advice, Probe, Settings, advise, round_down
+from fedbraid.experiment.divergence import WORSE, lower_rate
 from fedbraid.local import batches_of
+from fedbraid.notices import notice
 from fedbraid.simulation import evaluator, simulate
 from fedbraid.theory.constants import Constants, envelope, estimate
 
 __all__ = ["Diagnosis", "diagnose"]
 
+BACK_OFF = 8  # at most this many rates are tried, each a tenth of the one before
 SERVER_STEPS = (1.0, 1.5, 2.0)  # tried with every number of local steps
 
 
@@ -80,11 +83,7 @@ def diagnose(
         clients = 50 if sum(leaf.size for leaf in jax.tree.leaves(made.params)) <= 20_000 else 10
     at = sorted({round(i * rounds / max(points - 1, 1)) for i in range(points)}) if points > 1 else [rounds]
     found, params = [], made.params
-    for done in at:
-        if done > 0:
-            params = simulate(
-                made.algorithm, made.params, made.data.train, rounds=done, cohort=settings.cohort, seed=config.seed
-            ).params
+    for params in _trained(config, made, at, settings.cohort):
         found.append(
             estimate(
                 loss,
@@ -102,6 +101,57 @@ def diagnose(
         probes = _probe(made, params, settings, safe, probe_steps, weighting)
     advice = advise(found, settings, probes)
     return Diagnosis(settings, tuple(at), tuple(found), probes, advice, _changes(config, advice))
+
+
+def _trained(config: Config, made: Experiment, at: Sequence[int], cohort: int) -> list[Any]:
+    """The models after the rounds ``at`` of the configured run, or of a run with a lower rate if that one diverges."""
+    first = _training_loss(made, made.params)
+    tried: list[float] = []
+    key, lower = "", 0.0
+    for _ in range(BACK_OFF):
+        models = []
+        for done in at:
+            if done == 0:
+                models.append(made.params)
+                continue
+            result = simulate(
+                made.algorithm, made.params, made.data.train, rounds=done, cohort=cohort, seed=config.seed
+            )
+            models.append(result.params)
+        if at[-1] == 0 or _training_loss(made, models[-1]) <= WORSE * first:
+            if tried:
+                notice(
+                    f"with {key} = {', '.join(f'{rate:.3g}' for rate in tried)} the run diverges within {at[-1]} "
+                    f"rounds: the constants are measured along a run with {lower:.3g}"
+                )
+            return models
+        rate = lower_rate(config)
+        if rate is None:
+            break
+        key, lower, now = rate
+        tried.append(now)
+        name = key.removeprefix("algorithm.")
+        tree = config.model_dump(mode="json")
+        config = parse({**tree, "algorithm": {**tree["algorithm"], name: lower}})
+        made = assemble(config, made.data)
+    raise ValueError(
+        f"the run diverges within {at[-1]} rounds, also with lower rates: there is no model to measure constants at; "
+        "check the loss and the data"
+    )
+
+
+def _training_loss(made: Experiment, params: Any) -> float:
+    """The loss over the training examples of some clients; inf if it is not finite."""
+    sums = np.asarray(evaluator(made.metrics, _some_clients(made.data.train))(params)["loss"])
+    value = float(sums[0].sum() / sums[1].sum())
+    return value if math.isfinite(value) else math.inf
+
+
+def _some_clients(split: Split) -> Split:
+    """Up to 200 examples of up to 40 clients, the same ones each time."""
+    some = np.sort(np.random.default_rng(0).choice(split.num_clients, min(40, split.num_clients), replace=False))
+    seen = Split.from_clients([{k: a[:200] for k, a in split.client(int(i)).items()} for i in some])
+    return replace(seen, preprocess=split.preprocess)
 
 
 def _changes(config: Config, advice: Advice) -> tuple[str, ...]:
@@ -148,10 +198,7 @@ def _probe(
 ) -> tuple[Probe, ...]:
     """One round of FedAvg from ``params`` with each number of local steps; mean over two cohorts."""
     split = made.data.train
-    rng = np.random.default_rng(0)
-    some = np.sort(rng.choice(split.num_clients, min(40, split.num_clients), replace=False))
-    seen = Split.from_clients([{k: a[:200] for k, a in split.client(int(i)).items()} for i in some])
-    scores = evaluator(made.metrics, replace(seen, preprocess=split.preprocess))
+    scores = evaluator(made.metrics, _some_clients(split))
 
     def mean_loss(x: Any) -> float:
         sums = np.asarray(scores(x)["loss"])
