@@ -239,6 +239,22 @@ ALGORITHMS: dict[str, Row] = {
         rates={**BOTH, "b1": 0.5, "tau": 0.01},
         refuses=_refuse_rates(fb.fedadagrad, "tau"),
     ),
+    "fedopt": Row(
+        fb.fedopt,
+        {"client_lr": 0.05, "client_opt": "adam", "server_opt": {"name": "momentum", "momentum": 0.5}},
+        rates=BOTH,
+        refuses=(
+            (lambda: fb.fedopt(loss, client_opt="adamm"), "client_opt"),
+            (lambda: fb.fedopt(loss, server_opt={"name": "sgd", "beta": 1}), "server_opt"),
+            (lambda: fb.fedopt(loss, client_opt_state="lost"), "client_opt_state"),
+        ),
+    ),
+    "diloco": Row(
+        fb.diloco,
+        {"client_lr": 0.05},
+        rates={**BOTH, "momentum": 0.5, "weight_decay": 0.2},
+        refuses=_refuse_rates(fb.diloco, "client_lr", "momentum"),
+    ),
     "fedgd": Row(
         fb.fedgd,
         {"step": 0.05, "local_steps": 2},

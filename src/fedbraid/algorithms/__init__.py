@@ -4,10 +4,12 @@ from fedbraid.algorithms._feddyn import feddyn
 from fedbraid.algorithms._fednova import fednova
 from fedbraid.algorithms._fedsplit import fedgd, fedprox_exact, fedsplit
 from fedbraid.algorithms._local_update import (
+    diloco,
     fedadagrad,
     fedadam,
     fedavg,
     fedavgm,
+    fedopt,
     fedprox,
     fedsgd,
     fedyogi,
@@ -25,6 +27,7 @@ from fedbraid.algorithms._scaffold import scaffold
 from fedbraid.algorithms._server_only import server_only
 
 __all__ = [
+    "diloco",
     "fedadagrad",
     "fedadam",
     "fedavg",
@@ -32,6 +35,7 @@ __all__ = [
     "feddyn",
     "fedgd",
     "fednova",
+    "fedopt",
     "fedprox",
     "fedprox_exact",
     "fedsgd",

@@ -21,13 +21,14 @@ Sends, in models: 1 down, 1 up. Keeps: one model per client, so the same clients
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 
 from fedbraid.algorithms._scaffold import share_heard
 from fedbraid.algorithms._server_only import Loss
+from fedbraid.algorithms.client_optimizers import OptimizerSpec, client_optimizer
 from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_number
 from fedbraid.local import LocalOptions, batches_of, local_work, value_and_grad, weight_of
 
@@ -43,16 +44,32 @@ class FedDynState(NamedTuple):
     h: PyTree
 
 
+class Kept(NamedTuple):
+    """What a client keeps if it also keeps the state of its optimizer; else it keeps g_i alone."""
+
+    g_i: PyTree
+    opt: PyTree
+
+
 class Walk(NamedTuple):
-    """A client's carry: its model y, its g_i, the step number and the sum of its batch losses."""
+    """A client's carry: model y, optimizer's state, its g_i, the step number and the sum of its batch losses."""
 
     params: PyTree
+    opt: PyTree
     g_i: PyTree
     k: Any
     loss: Any
 
 
-def feddyn(loss: Loss, *, alpha: Any = 0.1, client_lr: Any = 0.1, **local: Unpack[LocalOptions]) -> Algorithm:
+def feddyn(
+    loss: Loss,
+    *,
+    alpha: Any = 0.1,
+    client_lr: Any = 0.1,
+    client_opt: OptimizerSpec = "sgd",
+    client_opt_state: Literal["reset", "kept"] = "reset",
+    **local: Unpack[LocalOptions],
+) -> Algorithm:
     """FedDyn with local gradient steps; a small ``alpha`` converges fast, a large one is stable.
 
     >>> alg = feddyn(lambda params, batch, key: jnp.sum(params**2), alpha=0.1, client_lr=0.05, epochs=5)
@@ -60,24 +77,33 @@ def feddyn(loss: Loss, *, alpha: Any = 0.1, client_lr: Any = 0.1, **local: Unpac
     check_number("alpha", alpha, low=0, open_low=True)
     check_number("client_lr", client_lr, low=0, open_low=True)
 
-    def start(down: Down, g_i: PyTree, key: Any) -> Walk:
-        return Walk(down.params, g_i, jnp.int32(0), jnp.zeros((), jnp.result_type(float)))
+    opt = client_optimizer(client_lr, client_opt, client_opt_state)
+
+    def own(state: PyTree) -> PyTree:
+        return state.g_i if opt.kept else state
+
+    def kept(g_i: PyTree, opt_state: PyTree) -> PyTree:
+        return Kept(g_i, opt_state) if opt.kept else g_i
+
+    def start(down: Down, state: PyTree, key: Any) -> Walk:
+        opt_state = opt.start(down.params, state.opt if opt.kept else ())
+        return Walk(down.params, opt_state, own(state), jnp.int32(0), jnp.zeros((), jnp.result_type(float)))
 
     def step(walk: Walk, batch: dict, key: Any, down: Down) -> Walk:
         value, g = value_and_grad(loss)(walk.params, batch, key)
-        y = jax.tree.map(
-            lambda y, g, g_i, x: y - client_lr * (g - g_i + alpha * (y - x)), walk.params, g, walk.g_i, down.params
-        )
-        return Walk(y, walk.g_i, walk.k + 1, walk.loss + value.astype(walk.loss.dtype))
+        direction = jax.tree.map(lambda y, g, g_i, x: g - g_i + alpha * (y - x), walk.params, g, walk.g_i, down.params)
+        y, opt_state = opt.step(walk.params, direction, walk.opt)
+        return Walk(y, opt_state, walk.g_i, walk.k + 1, walk.loss + value.astype(walk.loss.dtype))
 
-    def finish(walk: Walk, down: Down, g_i: PyTree, n: Any) -> Report:
+    def finish(walk: Walk, down: Down, state: PyTree, n: Any) -> Report:
         sent = jax.tree.map(jnp.subtract, down.params, walk.params)
-        kept = jax.tree.map(lambda g, d: g + alpha * d, g_i, sent)
-        return Report(Up(sent), weight_of("uniform", n), kept, {"loss": walk.loss / walk.k.astype(walk.loss.dtype)})
+        after = kept(jax.tree.map(lambda g, d: g + alpha * d, own(state), sent), walk.opt)
+        return Report(Up(sent), weight_of("uniform", n), after, {"loss": walk.loss / walk.k.astype(walk.loss.dtype)})
 
-    def reconcile(g_i: PyTree, meant: Up, decoded: Up) -> PyTree:
+    def reconcile(state: PyTree, meant: Up, decoded: Up) -> PyTree:
         """Update g_i with the decoded update, as the server does, so that h stays the mean of the g_i."""
-        return jax.tree.map(lambda g, m, d: g + alpha * (d - m), g_i, meant.pseudograd, decoded.pseudograd)
+        g_i = jax.tree.map(lambda g, m, d: g + alpha * (d - m), own(state), meant.pseudograd, decoded.pseudograd)
+        return kept(g_i, state.opt if opt.kept else ())
 
     def receive(server: FedDynState, aggregate: Aggregate, key: Any) -> FedDynState:
         move, heard = aggregate.up.pseudograd, share_heard(aggregate)
@@ -94,7 +120,7 @@ def feddyn(loss: Loss, *, alpha: Any = 0.1, client_lr: Any = 0.1, **local: Unpac
     )
     return Algorithm(
         init=lambda params: FedDynState(params, jax.tree.map(jnp.zeros_like, params)),
-        init_client=lambda params: jax.tree.map(jnp.zeros_like, params),
+        init_client=lambda params: kept(jax.tree.map(jnp.zeros_like, params), opt.of_client(params)),
         exchanges=(exchange,),
         params=lambda server: server.params,
     )

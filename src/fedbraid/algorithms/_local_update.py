@@ -20,8 +20,10 @@ This is FedAvg as commonly implemented; server_lr = 1 averages the models.
     meta_minibatch_prox    Theta_{1:K}  > 0      > 0        delta
     fomaml                 Theta_K      0        > 0        gradients
     fedavgm, fedadam, fedadagrad, fedyogi: fedavg with another ServerOpt
+    fedopt, diloco: fedavg with other optimizers on the server and on the clients
 
-Sends: the model down, one vector of its size up. Keeps: nothing on the clients.
+Sends: the model down, one vector of its size up. Keeps: nothing on the clients, except the state of an optimizer with
+``client_opt_state="kept"``.
 """
 
 from __future__ import annotations
@@ -35,15 +37,18 @@ import numpy as np
 import optax
 
 from fedbraid.algorithms import server_optimizers
+from fedbraid.algorithms.client_optimizers import ClientOptions, OptimizerSpec, client_optimizer, optimizer
 from fedbraid.algorithms.server_optimizers import ServerState, server_step
 from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number, is_zero
 from fedbraid.local import WEIGHTINGS, LocalOptions, Weighting, batches_of, local_work, value_and_grad, weight_of
 
 __all__ = [
+    "diloco",
     "fedadagrad",
     "fedadam",
     "fedavg",
     "fedavgm",
+    "fedopt",
     "fedprox",
     "fedsgd",
     "fedyogi",
@@ -59,9 +64,10 @@ Loss = Callable[[Any, dict, Any], Any]
 
 
 class Walk(NamedTuple):
-    """A client's carry: its model, the message so far, the step number and the sum of its batch losses."""
+    """A client's carry: model, optimizer's state, message so far, step number and sum of its batch losses."""
 
     params: Any
+    opt: Any
     message: Any
     k: Any
     loss: Any
@@ -91,12 +97,15 @@ def local_update(
     server_opt: optax.GradientTransformation | None = None,
     message: Literal["gradients", "delta"] = "gradients",
     weighting: Weighting = "examples",
+    client_opt: OptimizerSpec = "sgd",
+    client_opt_state: Literal["reset", "kept"] = "reset",
     **local: Unpack[LocalOptions],
 ) -> Algorithm:
     """LocalUpdate(alpha, gamma, Theta, ServerOpt).
 
     ``theta`` given as weights fixes the number of local steps; "1:K" and "K" take it from ``epochs`` or ``steps``.
-    ``server_opt`` replaces gradient descent with ``server_lr``.
+    ``server_opt`` replaces gradient descent with ``server_lr``. ``client_opt`` replaces the local gradient steps by
+    those of another optimizer with the rate ``gamma`` (see `fedbraid.algorithms.client_optimizers`).
 
     >>> quadratic = lambda params, batch, key: 0.5 * jnp.sum((params - batch["x"].mean(0)) ** 2)
     >>> alg = local_update(quadratic, gamma=0.1, theta=(1.0, 1.0, 1.0), batch_size=None)
@@ -118,21 +127,19 @@ def local_update(
         )
     batches = batches_of(**local)
     opt = server_optimizers.sgd(server_lr) if server_opt is None else server_opt
+    local_opt = client_optimizer(gamma, client_opt, client_opt_state)
 
     def start(down: Down, state: Any, key: Any) -> Walk:
         message_so_far = () if message == "delta" else jax.tree.map(jnp.zeros_like, down.params)
-        return Walk(down.params, message_so_far, jnp.int32(0), jnp.zeros((), jnp.result_type(float)))
+        zero = jnp.zeros((), jnp.result_type(float))
+        return Walk(down.params, local_opt.start(down.params, state), message_so_far, jnp.int32(0), zero)
 
     def step(walk: Walk, batch: dict, key: Any, down: Down) -> Walk:
         value, g = value_and_grad(loss)(walk.params, batch, key)
         if not is_zero(alpha):
             g = jax.tree.map(lambda g, y, x: g + alpha * (y - x), g, walk.params, down.params)
-        return Walk(
-            walk.params if is_zero(gamma) else jax.tree.map(lambda y, g: y - gamma * g, walk.params, g),
-            accumulate(walk, g),
-            walk.k + 1,
-            walk.loss + value.astype(walk.loss.dtype),
-        )
+        y, opt_state = local_opt.step(walk.params, g, walk.opt)
+        return Walk(y, opt_state, accumulate(walk, g), walk.k + 1, walk.loss + value.astype(walk.loss.dtype))
 
     def accumulate(walk: Walk, g: Any) -> Any:
         if message == "delta":
@@ -146,7 +153,8 @@ def local_update(
 
     def finish(walk: Walk, down: Down, state: Any, n: Any) -> Report:
         sent = jax.tree.map(jnp.subtract, down.params, walk.params) if message == "delta" else walk.message
-        return Report(Up(sent), weight_of(weighting, n), metrics={"loss": walk.loss / walk.k.astype(walk.loss.dtype)})
+        mean_loss = walk.loss / walk.k.astype(walk.loss.dtype)
+        return Report(Up(sent), weight_of(weighting, n), local_opt.after(walk.opt), {"loss": mean_loss})
 
     def send(server: ServerState) -> Down:
         return Down(server.params)
@@ -156,7 +164,7 @@ def local_update(
 
     return Algorithm(
         init=lambda params: ServerState(params, opt.init(params)),
-        init_client=lambda params: (),
+        init_client=local_opt.of_client,
         exchanges=(Exchange("train", send, local_work(start, step, finish, batches), receive),),
         params=lambda server: server.params,
     )
@@ -198,7 +206,7 @@ def fedavg(
     client_lr: Any = 0.1,
     server_lr: Any = 1.0,
     weighting: Weighting = "examples",
-    **local: Unpack[LocalOptions],
+    **local: Unpack[ClientOptions],
 ) -> Algorithm:
     """FedAvg: local SGD; the server averages the models.
 
@@ -217,7 +225,7 @@ def reptile(
     client_lr: Any = 0.1,
     server_lr: Any = 1.0,
     weighting: Weighting = "uniform",
-    **local: Unpack[LocalOptions],
+    **local: Unpack[ClientOptions],
 ) -> Algorithm:
     """Reptile: FedAvg used for meta-learning, with equal weights for all tasks.
 
@@ -231,7 +239,7 @@ def lookahead(
     *,
     client_lr: Any = 0.1,
     server_lr: Any = 0.5,
-    **local: Unpack[LocalOptions],
+    **local: Unpack[ClientOptions],
 ) -> Algorithm:
     """Lookahead: fast weights on the one client, slow weights on the server.
 
@@ -247,7 +255,7 @@ def fedprox(
     client_lr: Any = 0.1,
     server_lr: Any = 1.0,
     weighting: Weighting = "examples",
-    **local: Unpack[LocalOptions],
+    **local: Unpack[ClientOptions],
 ) -> Algorithm:
     """FedProx by local gradient steps: FedAvg with a proximal term of weight alpha.
 
@@ -267,7 +275,7 @@ def meta_minibatch_prox(
     client_lr: Any = 0.1,
     server_lr: Any = 1.0,
     weighting: Weighting = "uniform",
-    **local: Unpack[LocalOptions],
+    **local: Unpack[ClientOptions],
 ) -> Algorithm:
     """MetaMinibatchProx: FedProx used for meta-learning, with equal weights for all tasks.
 
@@ -282,7 +290,7 @@ def fomaml(
     client_lr: Any = 0.1,
     server_lr: Any = 0.5,
     weighting: Weighting = "uniform",
-    **local: Unpack[LocalOptions],
+    **local: Unpack[ClientOptions],
 ) -> Algorithm:
     """First-order MAML: only the last local gradient is sent (Theta_K).
 
@@ -306,7 +314,7 @@ def fedavgm(
     momentum: Any = 0.9,
     kind: Literal["heavy-ball", "nesterov", "average"] = "average",
     weighting: Weighting = "examples",
-    **local: Unpack[LocalOptions],
+    **local: Unpack[ClientOptions],
 ) -> Algorithm:
     """FedAvgM: server momentum of the named kind.
 
@@ -327,7 +335,7 @@ def fedadam(
     tau: Any = 1e-3,
     bias_correction: bool = False,
     weighting: Weighting = "examples",
-    **local: Unpack[LocalOptions],
+    **local: Unpack[ClientOptions],
 ) -> Algorithm:
     """FedAdam: Adam on the server; optax's bias correction is an option.
 
@@ -347,7 +355,7 @@ def fedyogi(
     b2: Any = 0.99,
     tau: Any = 1e-3,
     weighting: Weighting = "examples",
-    **local: Unpack[LocalOptions],
+    **local: Unpack[ClientOptions],
 ) -> Algorithm:
     """FedYogi: Yogi on the server.
 
@@ -366,7 +374,7 @@ def fedadagrad(
     b1: Any = 0.0,
     tau: Any = 1e-3,
     weighting: Weighting = "examples",
-    **local: Unpack[LocalOptions],
+    **local: Unpack[ClientOptions],
 ) -> Algorithm:
     """FedAdagrad: Adagrad on the server.
 
@@ -375,3 +383,46 @@ def fedadagrad(
     """
     opt = server_optimizers.adaptive("adagrad", server_lr, b1=b1, tau=tau)
     return _averaging(loss, opt, client_lr, weighting=weighting, **local)
+
+
+def fedopt(
+    loss: Loss,
+    *,
+    client_lr: Any = 0.1,
+    server_lr: Any = 1.0,
+    server_opt: OptimizerSpec = "sgd",
+    weighting: Weighting = "examples",
+    **local: Unpack[ClientOptions],
+) -> Algorithm:
+    """FedOpt: any optimizer on the clients (``client_opt``) and any on the server (``server_opt``).
+
+    S. J. Reddi, Z. Charles, M. Zaheer, Z. Garrett, K. Rush, J. Konecny, S. Kumar, H. B. McMahan. Adaptive Federated
+    Optimization. ICLR 2021. Algorithm 1.
+
+    >>> alg = fedopt(lambda params, batch, key: jnp.sum(params**2), client_lr=1e-3, client_opt="adamw")
+    """
+    opt = optimizer(server_opt, server_lr, what="server_opt")
+    return _averaging(loss, opt, client_lr, weighting=weighting, **local)
+
+
+def diloco(
+    loss: Loss,
+    *,
+    client_lr: Any = 4e-4,
+    server_lr: Any = 0.7,
+    momentum: Any = 0.9,
+    weight_decay: Any = 0.1,
+    weighting: Weighting = "uniform",
+    **local: Unpack[LocalOptions],
+) -> Algorithm:
+    """DiLoCo: AdamW on the clients, which keep its state, and Nesterov momentum on the server.
+
+    A. Douillard, Q. Feng, A. A. Rusu, R. Chhaparia, Y. Donchev, A. Kuncoro, M. Ranzato, A. Szlam, J. Shen. DiLoCo:
+    Distributed Low-Communication Training of Language Models. arXiv:2311.08105, 2023.
+
+    >>> alg = diloco(lambda params, batch, key: jnp.sum(params**2), steps=500)
+    """
+    opt = server_optimizers.momentum(server_lr, momentum, kind="nesterov")
+    adamw = {"name": "adamw", "weight_decay": weight_decay}
+    kept: Literal["kept"] = "kept"
+    return _averaging(loss, opt, client_lr, weighting=weighting, client_opt=adamw, client_opt_state=kept, **local)

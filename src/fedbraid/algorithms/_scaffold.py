@@ -12,7 +12,8 @@ updates its control variate by
     option I:    c_i+ = grad f_i(x), its full gradient at the server's model (one more pass over its data)
     option II:   c_i+ = c_i - c + (x - y) / (K client_lr), the mean of its local gradients
 
-and sends x - y and c_i+ - c_i. With S the clients whose uploads arrived, out of N,
+and sends x - y and c_i+ - c_i. With another optimizer than SGD (``client_opt``), its direction is the corrected
+gradient, and option II is the mean of the local gradients itself. With S the clients whose uploads arrived, out of N,
 
     x <- x - server_lr mean(x - y_i),    c <- c + |S|/N mean(c_i+ - c_i).
 
@@ -31,6 +32,7 @@ import jax
 import jax.numpy as jnp
 
 from fedbraid.algorithms._server_only import Gradients, Loss, full_gradients
+from fedbraid.algorithms.client_optimizers import OptimizerSpec, client_optimizer
 from fedbraid.core import (
     MEAN,
     Aggregate,
@@ -57,11 +59,20 @@ class ScaffoldState(NamedTuple):
     c: PyTree
 
 
+class Kept(NamedTuple):
+    """What a client keeps if it also keeps the state of its optimizer; else it keeps c_i alone."""
+
+    c: PyTree
+    opt: PyTree
+
+
 class Walk(NamedTuple):
-    """A client's carry: its model y, the correction c - c_i, the step number and the sum of its batch losses."""
+    """A client's carry: model y, optimizer's state, correction c - c_i, sum of gradients, step number, losses."""
 
     params: PyTree
+    opt: PyTree
     shift: PyTree
+    gradients: PyTree  # () with SGD, whose path holds their sum
     k: Any
     loss: Any
 
@@ -91,6 +102,8 @@ def scaffold(
     server_lr: Any = 1.0,
     option: Literal["I", "II"] = "II",
     weighting: Weighting = "uniform",
+    client_opt: OptimizerSpec = "sgd",
+    client_opt_state: Literal["reset", "kept"] = "reset",
     **local: Unpack[LocalOptions],
 ) -> Algorithm:
     """SCAFFOLD with the control variates of option I or II.
@@ -103,34 +116,51 @@ def scaffold(
     check_choice("weighting", weighting, WEIGHTINGS)
     batches = batches_of(**local)
 
-    def start(down: Down, c_i: PyTree, key: Any) -> Walk:
-        shift = jax.tree.map(jnp.subtract, down.aux, c_i)
-        return Walk(down.params, shift, jnp.int32(0), jnp.zeros((), jnp.result_type(float)))
+    opt = client_optimizer(client_lr, client_opt, client_opt_state)
+    counts = option == "II" and not opt.plain  # with SGD, the sum of the gradients is (x - y) / client_lr
+
+    def control(state: PyTree) -> PyTree:
+        return state.c if opt.kept else state
+
+    def kept(c_i: PyTree, opt_state: PyTree) -> PyTree:
+        return Kept(c_i, opt_state) if opt.kept else c_i
+
+    def start(down: Down, state: PyTree, key: Any) -> Walk:
+        shift = jax.tree.map(jnp.subtract, down.aux, control(state))
+        gradients = jax.tree.map(jnp.zeros_like, down.params) if counts else ()
+        opt_state = opt.start(down.params, state.opt if opt.kept else ())
+        return Walk(down.params, opt_state, shift, gradients, jnp.int32(0), jnp.zeros((), jnp.result_type(float)))
 
     def step(walk: Walk, batch: dict, key: Any, down: Down) -> Walk:
         value, g = value_and_grad(loss)(walk.params, batch, key)
-        y = jax.tree.map(lambda y, g, shift: y - client_lr * (g + shift), walk.params, g, walk.shift)
-        return Walk(y, walk.shift, walk.k + 1, walk.loss + value.astype(walk.loss.dtype))
+        y, opt_state = opt.step(walk.params, jax.tree.map(jnp.add, g, walk.shift), walk.opt)
+        gradients = jax.tree.map(jnp.add, walk.gradients, g) if counts else ()
+        return Walk(y, opt_state, walk.shift, gradients, walk.k + 1, walk.loss + value.astype(walk.loss.dtype))
 
-    def finish(walk: Walk, down: Down, c_i: PyTree, n: Any) -> Report:
+    def finish(walk: Walk, down: Down, state: PyTree, n: Any) -> Report:
         sent = jax.tree.map(jnp.subtract, down.params, walk.params)
         change = ()
-        if option == "II":
+        if counts:
+            change = jax.tree.map(lambda g, c: g / walk.k.astype(g.dtype) - c, walk.gradients, control(state))
+        elif option == "II":
             change = jax.tree.map(lambda d, c: d / (walk.k.astype(d.dtype) * client_lr) - c, sent, down.aux)
         mean_loss = walk.loss / walk.k.astype(walk.loss.dtype)
-        return Report(Up(sent, change), weight_of(weighting, n), c_i, {"loss": mean_loss})
+        state = kept(control(state), walk.opt)
+        return Report(Up(sent, change), weight_of(weighting, n), state, {"loss": mean_loss})
 
-    def renew(results: tuple, down: Down, c_i: PyTree, key: Any) -> Report:
-        report = results[0]
+    def renew(results: tuple, down: Down, state: PyTree, key: Any) -> Report:
+        report, c_i = results[0], control(state)
         change = report.up.aux
         if option == "I":
             gradients: Gradients = results[1]
             change = jax.tree.map(jnp.subtract, gradients.at[0], c_i)
-        return report._replace(up=Up(report.up.pseudograd, change), state=jax.tree.map(jnp.add, c_i, change))
+        after = kept(jax.tree.map(jnp.add, c_i, change), report.state.opt if opt.kept else ())
+        return report._replace(up=Up(report.up.pseudograd, change), state=after)
 
-    def reconcile(c_i: PyTree, meant: Up, decoded: Up) -> PyTree:
+    def reconcile(state: PyTree, meant: Up, decoded: Up) -> PyTree:
         """Update c_i with the decoded change, as the server does, so that c stays the mean of the c_i."""
-        return jax.tree.map(lambda c, m, d: c + (d - m), c_i, meant.aux, decoded.aux)
+        c_i = jax.tree.map(lambda c, m, d: c + (d - m), control(state), meant.aux, decoded.aux)
+        return kept(c_i, state.opt if opt.kept else ())
 
     def receive(server: ScaffoldState, aggregate: Aggregate, key: Any) -> ScaffoldState:
         heard = share_heard(aggregate)
@@ -153,7 +183,7 @@ def scaffold(
     )
     return Algorithm(
         init=lambda params: ScaffoldState(params, jax.tree.map(jnp.zeros_like, params)),
-        init_client=lambda params: jax.tree.map(jnp.zeros_like, params),
+        init_client=lambda params: kept(jax.tree.map(jnp.zeros_like, params), opt.of_client(params)),
         exchanges=(exchange,),
         params=lambda server: server.params,
     )

@@ -1,0 +1,178 @@
+"""Optimizers for the local steps of clients: any optax optimizer, by name, by factory or as a transformation.
+
+A local method computes a direction g (a gradient, possibly corrected) and moves its model by ``y <- y + update(g)``.
+With ``client_opt="sgd"``, the default, the update is ``-client_lr g``. The state of another optimizer starts anew in
+every round (``client_opt_state="reset"``), or each client keeps its own between rounds (``"kept"``), which makes the
+method stateful: the same clients must take part again.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import optax
+
+from fedbraid.algorithms.schedules import schedule
+from fedbraid.core import check_choice, check_number, is_zero
+from fedbraid.local import LocalOptions
+from fedbraid.notices import notice
+
+__all__ = ["OPTIMIZERS", "ClientOptimizer", "ClientOptions", "OptimizerSpec", "client_optimizer", "optimizer"]
+
+OptimizerSpec = str | Mapping[str, Any] | optax.GradientTransformation | Callable[..., optax.GradientTransformation]
+PyTree = Any
+
+
+class ClientOptions(LocalOptions, total=False):
+    """The options of local methods whose clients may use any optimizer."""
+
+    client_opt: Any  # default "sgd"; see `optimizer`
+    client_opt_state: Literal["reset", "kept"]  # default "reset"
+
+
+def _momentum(learning_rate: Any, momentum: Any = 0.9) -> optax.GradientTransformation:
+    return optax.sgd(learning_rate, momentum)
+
+
+def _nesterov(learning_rate: Any, momentum: Any = 0.9) -> optax.GradientTransformation:
+    return optax.sgd(learning_rate, momentum, nesterov=True)
+
+
+OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    "sgd": optax.sgd,
+    "momentum": _momentum,
+    "nesterov": _nesterov,
+    "adam": optax.adam,
+    "adamw": optax.adamw,
+    "nadam": optax.nadam,
+    "radam": optax.radam,
+    "adagrad": optax.adagrad,
+    "rmsprop": optax.rmsprop,
+    "adabelief": optax.adabelief,
+    "lion": optax.lion,
+    "yogi": optax.yogi,
+    "lamb": optax.lamb,
+}
+"""The optimizers that a configuration can name; in Python any optax optimizer works."""
+
+COMMON = ("weight_decay", "clip_norm", "schedule")
+
+
+def optimizer(spec: OptimizerSpec, lr: Any, *, what: str = "client_opt") -> optax.GradientTransformation:
+    """An optax optimizer with the learning rate ``lr``.
+
+    spec: a name in `OPTIMIZERS`; a table with a ``name`` and options; a function
+        ``(learning_rate) -> GradientTransformation`` such as ``optax.adamw``; or a ``GradientTransformation``, which
+        has its own rate.
+
+    The options of a table are those of the optax function, and three that all have: ``weight_decay`` (decoupled: adds
+    ``-lr * weight_decay * params`` to every update), ``clip_norm`` (scales a gradient down to this norm) and
+    ``schedule`` (the rate over the optimizer's own steps; see `fedbraid.algorithms.schedules.schedule`).
+
+    >>> import jax.numpy as jnp
+    >>> opt = optimizer({"name": "adamw", "b2": 0.95, "clip_norm": 1.0}, 0.1)
+    >>> update, _ = opt.update(jnp.array([30.0]), opt.init(jnp.zeros(1)), jnp.zeros(1))
+    >>> round(float(update[0]), 3)
+    -0.1
+    """
+    if isinstance(spec, optax.GradientTransformation):
+        notice(f"{what} is a GradientTransformation with its own rate: the learning rate {lr!r} has no effect")
+        return spec
+    if callable(spec):
+        return spec(lr)
+    table = {"name": spec} if isinstance(spec, str) else dict(spec)
+    name = table.pop("name", None)
+    if name not in OPTIMIZERS:
+        raise ValueError(f"{what} must be one of {', '.join(OPTIMIZERS)}, or a table with such a name, got {name!r}")
+    factory = OPTIMIZERS[name]
+    own = [option for option in inspect.signature(factory).parameters if option != "learning_rate"]
+    for option in table:
+        if option not in (*own, *COMMON):
+            raise ValueError(f"{what} {name!r} has no option {option!r}; it takes {', '.join((*own, *COMMON))}")
+    return _composed(factory, own, table, lr, what)
+
+
+def _composed(
+    factory: Callable[..., optax.GradientTransformation], own: list[str], table: dict[str, Any], lr: Any, what: str
+) -> optax.GradientTransformation:
+    """The optimizer with the options that optax does not give to all."""
+    clip = table.pop("clip_norm", None)
+    decay = 0.0 if "weight_decay" in own else table.pop("weight_decay", 0.0)
+    check_number(f"{what}.weight_decay", decay, low=0)
+    factor = schedule(table.pop("schedule", None), f"{what}.schedule")
+    rate = lr if factor is None else lambda count: lr * factor(count)
+    parts = [factory(rate, **table)]
+    if clip is not None:
+        check_number(f"{what}.clip_norm", clip, low=0, open_low=True)
+        parts.insert(0, optax.clip_by_global_norm(clip))
+    if not is_zero(decay):
+        parts.append(_decay(lr, decay, factor))
+    return parts[0] if len(parts) == 1 else optax.chain(*parts)
+
+
+def _decay(lr: Any, decay: Any, factor: Callable | None) -> optax.GradientTransformation:
+    """Adds ``-lr * decay * params`` to the update."""
+    if factor is None:
+        steps = optax.scale(-lr * decay)
+    else:
+        steps = optax.scale_by_schedule(lambda count: -lr * decay * factor(count))
+
+    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
+        shrink, state = steps.update(params, state)
+        return jax.tree.map(lambda u, s: u + s, updates, shrink), state
+
+    return optax.GradientTransformation(steps.init, update)
+
+
+class ClientOptimizer(NamedTuple):
+    """How a client moves its model along a direction.
+
+    kept: whether the client keeps the optimizer's state between rounds. plain: whether it is SGD without options.
+    """
+
+    init: Callable  # (params) -> state
+    step: Callable  # (params, direction, state) -> (params, state)
+    kept: bool
+    plain: bool
+
+    def start(self, params: PyTree, kept: PyTree) -> PyTree:
+        """The state at the beginning of a round: the one that the client kept, or a new one."""
+        return kept if self.kept else self.init(params)
+
+    def of_client(self, params: PyTree) -> PyTree:
+        """The state that a client keeps before its first round; () if it keeps none."""
+        return self.init(params) if self.kept else ()
+
+    def after(self, state: PyTree) -> PyTree:
+        """The state that a client keeps after a round."""
+        return state if self.kept else ()
+
+
+def client_optimizer(
+    lr: Any, client_opt: OptimizerSpec = "sgd", client_opt_state: Literal["reset", "kept"] = "reset"
+) -> ClientOptimizer:
+    """The optimizer of a client's local steps.
+
+    >>> import jax.numpy as jnp
+    >>> opt = client_optimizer(0.5)
+    >>> float(opt.step(jnp.array(3.0), jnp.array(4.0), opt.init(jnp.array(3.0)))[0])
+    1.0
+    """
+    check_choice("client_opt_state", client_opt_state, ("reset", "kept"))
+    if client_opt == "sgd":
+
+        def descend(params: PyTree, direction: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+            moved = params if is_zero(lr) else jax.tree.map(lambda y, g: y - lr * g, params, direction)
+            return moved, state
+
+        return ClientOptimizer(lambda params: (), descend, kept=False, plain=True)
+    opt = optimizer(client_opt, lr)
+
+    def step(params: PyTree, direction: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        updates, state = opt.update(direction, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return ClientOptimizer(opt.init, step, kept=client_opt_state == "kept", plain=False)
