@@ -29,7 +29,7 @@ PyTree = Any
 class ClientOptions(LocalOptions, total=False):
     """The options of local methods whose clients may use any optimizer."""
 
-    client_opt: Any  # default "sgd"; see `optimizer`
+    client_opt: OptimizerSpec  # default "sgd"; see `optimizer`
     client_opt_state: Literal["reset", "kept"]  # default "reset"
 
 
@@ -80,9 +80,9 @@ def optimizer(spec: OptimizerSpec, lr: Any, *, what: str = "client_opt") -> opta
     """
     if isinstance(spec, optax.GradientTransformation):
         notice(f"{what} is a GradientTransformation with its own rate: the learning rate {lr!r} has no effect")
-        return spec
+        return _promoting(spec)
     if callable(spec):
-        return spec(lr)
+        return _promoting(spec(lr))
     table = {"name": spec} if isinstance(spec, str) else dict(spec)
     name = table.pop("name", None)
     if name not in OPTIMIZERS:
@@ -92,7 +92,17 @@ def optimizer(spec: OptimizerSpec, lr: Any, *, what: str = "client_opt") -> opta
     for option in table:
         if option not in (*own, *COMMON):
             raise ValueError(f"{what} {name!r} has no option {option!r}; it takes {', '.join((*own, *COMMON))}")
-    return _composed(factory, own, table, lr, what)
+    return _promoting(_composed(factory, own, table, lr, what))
+
+
+def _promoting(opt: optax.GradientTransformation) -> optax.GradientTransformation:
+    """``opt`` under jax's usual promotion of dtypes, which optax needs: it multiplies floats by counts of steps."""
+
+    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
+        with jax.numpy_dtype_promotion("standard"):
+            return opt.update(updates, state, params)
+
+    return optax.GradientTransformation(opt.init, update)
 
 
 def _composed(
