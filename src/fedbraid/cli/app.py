@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -25,6 +26,7 @@ def make_app() -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
+    app.callback(help=app.info.help)(_options)
     for name in COMMANDS:
         if (module := _module(name)) is not None:
             app.command(name)(module.command)
@@ -32,6 +34,22 @@ def make_app() -> typer.Typer:
         if (module := _module(name)) is not None:
             app.add_typer(module.app, name=name, help=about)
     return app
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        import fedbraid
+
+        print(f"fedbraid {fedbraid.__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """The options of the program itself."""
 
 
 def _module(name: str):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,16 +59,15 @@ def command(
         print(f"\nrounds until {metric} reaches {target:g}")
         for name in ("configured", "advised"):
             print(f"  {name:<12} {result['verify'][name]}")
+        print(_verdict(result["verify"]["configured"], result["verify"]["advised"], loaded.rounds))
     if out is not None:
         print(f"\nwrote {out}")
     return None
 
 
 def _print(found: Diagnosis, options: Mapping[str, Any]) -> None:
-    for at, constants in zip(found.rounds, found.points, strict=True):
-        print(f"after round {at}")
-        print("  " + str(constants).split("\nnote:")[0].replace("\n", "\n  "))
-    print("\nadvice")
+    """The advice first, then what it is based on."""
+    print("advice")
     for sentence in found.advice.sentences:
         print(f"- {sentence}")
     if found.changes:
@@ -78,3 +77,29 @@ def _print(found: Diagnosis, options: Mapping[str, Any]) -> None:
     print("\nnot known")
     for line in found.advice.unknown:
         print(f"- {line}")
+    for at, constants in zip(found.rounds, found.points, strict=True):
+        print(f"\nconstants after round {at}")
+        print("  " + str(constants).split("\nnote:")[0].replace("\n", "\n  "))
+
+
+def _verdict(configured: Sequence[int | None], advised: Sequence[int | None], rounds: int) -> str:
+    """Whether the advised settings helped, in one sentence.
+
+    >>> _verdict([20, 40], [10, 20], 50)
+    'the advice helped: 15 rounds instead of 30 on average'
+    >>> _verdict([20, 40], [None, 20], 50)
+    'the advice did not help: the target was reached with 1 of 2 seeds, and with 2 of 2 as configured'
+    """
+    before, after = ([n for n in counts if n is not None] for counts in (configured, advised))
+    if not before and not after:
+        return f"neither reached the target in {rounds} rounds: the comparison says nothing; choose another --target"
+    if len(before) != len(after):
+        word = "helped" if len(after) > len(before) else "did not help"
+        seeds = len(advised)
+        return (
+            f"the advice {word}: the target was reached with {len(after)} of {seeds} seeds, and with {len(before)} of "
+            f"{seeds} as configured"
+        )
+    mean_before, mean_after = sum(before) / len(before), sum(after) / len(after)
+    word = "helped" if mean_after < mean_before else "did not help"
+    return f"the advice {word}: {mean_after:.3g} rounds instead of {mean_before:.3g} on average"
