@@ -93,13 +93,13 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
 
 def table_sha256(table: Any) -> str:
-    """The checksum of the columns of an Arrow table: names, types and values."""
+    """The checksum of the columns of an Arrow table: names and values."""
     digest = hashlib.sha256()
     for name in table.column_names:
         column = table[name]
-        digest.update(f"{name}\0{column.type}\0{len(column)}\0".encode())
+        digest.update(f"{name}\0{len(column)}\0".encode())
         try:
-            digest.update(column.to_numpy().tobytes() if _is_plain(column.type) else _as_json(column))
+            digest.update(_plain_bytes(column) if _is_plain(column.type) else _as_json(column))
         except (TypeError, ValueError) as error:
             raise Damaged(f"the column {name!r} cannot be read: {error}") from None
     return digest.hexdigest()
@@ -109,6 +109,11 @@ def _is_plain(kind: Any) -> bool:
     import pyarrow.types as types
 
     return types.is_integer(kind) or types.is_floating(kind)
+
+
+def _plain_bytes(column: Any) -> bytes:
+    values = column.to_numpy()
+    return f"{values.dtype}\0".encode() + values.tobytes()
 
 
 def _as_json(column: Any) -> bytes:

@@ -20,6 +20,7 @@ of the configuration, and a method that sends more per client has fewer clients.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,11 +77,15 @@ def run_comparison(
     The folder must be new, or with ``resume`` that of a comparison that was stopped. ``on_news(label, news)`` is called
     with the progress. While it runs, no other process can write to the folder.
     """
-    if not resume:
-        check_folder(out)
-    setup = _set_up(comparison)
-    with runfolder.held(out):
+    with contextlib.ExitStack() as stack:
+        if resume:
+            stack.enter_context(runfolder.held(out))
+            runfolder.drop_partial(out)
+        else:
+            check_folder(out)
+        setup = _set_up(comparison)
         if not resume:
+            stack.enter_context(runfolder.held(out))
             check_folder(out)  # another process may have started since
             write_comparison(out / COMPARE, comparison)
         return _compare_in(comparison, setup, out, on_news)

@@ -42,7 +42,7 @@ def run_config(
     if not resume and out.is_dir():
         hosts.first_alone(lambda: runfolder.check_free(out))
     with runfolder.held(out):
-        prepare = runfolder.change_rounds if resume else runfolder.create
+        prepare = runfolder.continue_with if resume else runfolder.create
         hosts.first_alone(lambda: prepare(out, config))
         return _run(experiment, out, resume, on_built, on_progress)
 

@@ -32,11 +32,12 @@ from fedbraid.simulation import hosts
 from fedbraid.simulation.checkpoint import differing
 
 __all__ = [
-    "change_rounds",
     "check_free",
     "columns",
+    "continue_with",
     "create",
     "determining",
+    "drop_partial",
     "finished",
     "held",
     "params_sha256",
@@ -149,8 +150,15 @@ def determining(config: Config) -> dict[str, Any]:
     return flat({key: value for key, value in tree.items() if key not in MAY_CHANGE})
 
 
-def change_rounds(folder: Path, config: Config) -> None:
+def drop_partial(folder: Path) -> None:
+    """Delete what a process left that ended while it wrote a file. Only for the process that holds the folder."""
+    for leftover in folder.rglob(f"{files.PARTIAL}*"):
+        leftover.unlink(missing_ok=True)
+
+
+def continue_with(folder: Path, config: Config) -> None:
     """Prepare a folder to be resumed with ``config``: only keys that may change differ from its own configuration."""
+    drop_partial(folder)
     stored = read_config(folder)
     if apart := differing(determining(stored), determining(config)):
         raise ConfigError(f"the run in {folder} has another configuration: {apart}; start a new run for other values")

@@ -13,6 +13,7 @@ also if it diverged. The file is rewritten after every program, so a sweep that 
 
 from __future__ import annotations
 
+import contextlib
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -84,11 +85,14 @@ def run_sweep(
     The folder must be new, or with ``resume`` that of a stopped sweep: its trials are kept. While the sweep runs, no
     other process can write to the folder.
     """
-    if not resume:
-        check_folder(out)
-    lab = Lab(config, settings)  # errors are found before a folder is made
-    with held(out):
+    with contextlib.ExitStack() as stack:
+        if resume:
+            stack.enter_context(held(out))
+        else:
+            check_folder(out)
+        lab = Lab(config, settings)  # errors are found before a folder is made
         if not resume:
+            stack.enter_context(held(out))
             check_folder(out)  # another process may have started since
             write_sweep(out / SWEEP, config, settings)
         return sweep_in(lab, out, on_news)

@@ -30,6 +30,7 @@ __all__ = [
     "SaveError",
     "check_run",
     "differing",
+    "drop_partial",
     "exists",
     "good_ones",
     "latest",
@@ -93,7 +94,7 @@ def _checkpointer() -> Any:
     """Orbax's checkpointer for this process only: with several hosts, orbax would wait for all of them."""
     import orbax.checkpoint as ocp
 
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax logs a traceback of an error, then raises it
     if jax.process_count() == 1:
         return ocp.PyTreeCheckpointer()
     own = jax.process_index()
@@ -115,8 +116,7 @@ def save(
     place, partial = root / f"{round_:08d}", root / f"{PARTIAL}{round_:08d}"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        for leftover in root.glob(f"{PARTIAL}*"):
-            shutil.rmtree(leftover)
+        drop_partial(root)
         with _checkpointer() as writer:
             writer.save(partial / "arrays", jax.tree.map(np.asarray, tree))
         manifest = {"round": round_, "files": _checksums(partial), "run": dict(run or {})}
@@ -164,6 +164,12 @@ def _of_the_disk(error: BaseException) -> str | None:
         if os.strerror(code) in str(error):
             return os.strerror(code)
     return None
+
+
+def drop_partial(root: Path) -> None:
+    """Delete what a process left that ended while it wrote or deleted a checkpoint."""
+    for leftover in root.glob(f"{PARTIAL}*"):
+        shutil.rmtree(leftover)
 
 
 def _delete(place: Path) -> None:

@@ -185,6 +185,8 @@ def _saved(
     """
     if checkpoints is None or not checkpoints.resume:
         return None
+    if hosts.is_first():
+        checkpoint.drop_partial(checkpoints.folder)
     found, problem = None, None
     for place in checkpoint.good_ones(checkpoints.folder):
         checkpoint.check_run(place, run)
