@@ -159,6 +159,18 @@ def test_a_finished_run_is_not_run_again_so_that_a_queue_may_restart_it(env, who
     assert (whole[1] / "summary.json").stat().st_mtime_ns == written
 
 
+def test_ctrl_c_while_the_command_starts_is_quiet(env):
+    """While it imports: NumPy is loaded, jax not yet fully."""
+    process = subprocess.Popen(command("run", "--quiet"), env=env, stderr=subprocess.PIPE, text=True)
+    deadline = time.time() + 60
+    while "numpy" not in Path(f"/proc/{process.pid}/maps").read_text() and time.time() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert errors == ""
+    assert process.returncode == 130
+
+
 TINY = [
     "cohort=2",
     "model.hidden=[4]",

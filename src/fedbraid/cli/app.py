@@ -15,6 +15,7 @@ import typer.core
 from rich.console import Console
 
 from fedbraid.cli.stopping import catch_sigterm, exit_status
+from fedbraid.start import started
 
 GROUPS = {
     "theory": "what a method converges to, and how fast",
@@ -63,6 +64,7 @@ def main() -> None:
     A ValueError (a mistake of the user) is printed in red and exits with 2, an error of the operating system with 1.
     """
     catch_sigterm()
+    started()
     try:
         with _quiet_when_stopped():
             make_app()()

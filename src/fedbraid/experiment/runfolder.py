@@ -246,7 +246,7 @@ def read_table(path: Path) -> Any:
             raise Damaged("it does not match its checksum")
     except Exception as error:  # of a damaged file, pyarrow raises errors of many kinds
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"{path} is damaged and cannot be read: {reason}") from None
+        raise ConfigError(f"cannot read {path}, it is damaged: {reason}") from None
     return table
 
 

@@ -129,7 +129,10 @@ def save(
         os.rename(partial, place)
         files.sync_folder(root)
     except Exception as error:
-        raise _failed(error, root, partial) from error
+        failure = _failed(error, root, partial)
+        if failure is None:
+            raise
+        raise failure from error
     for old in _places(root):
         if old.name > place.name:
             _delete(old)
@@ -138,11 +141,11 @@ def save(
     return place
 
 
-def _failed(error: Exception, root: Path, partial: Path) -> Exception:
-    """The error for a checkpoint that could not be written; other errors are returned unchanged."""
+def _failed(error: Exception, root: Path, partial: Path) -> SaveError | None:
+    """The error for a checkpoint that could not be written; None if the operating system did not cause it."""
     reason = _of_the_disk(error)
     if reason is None:
-        return error
+        return None
     shutil.rmtree(partial, ignore_errors=True)
     good = next((place for place in reversed(_places(root)) if verify(place) is None), None)
     kept = (
