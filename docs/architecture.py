@@ -34,6 +34,8 @@ PLACES = {
     "problems": (720, 8),
     "units": (650, 3),
     "files": (385, 7),
+    "sealed": (498, 7),
+    "start": (380, 8),
     "limited_json": (600, 8),
 }
 STATIONS = (  # the way of a run: what, where, and a word on it

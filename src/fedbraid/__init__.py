@@ -1,5 +1,6 @@
 """fedbraid: federated optimization. Write an algorithm once; simulate, understand, tune and deploy it."""
 
+import fedbraid.start  # noqa: F401  the first import: it makes Ctrl-C during the others quiet
 from fedbraid import algorithms, transforms
 from fedbraid.algorithms import *  # noqa: F403
 from fedbraid.algorithms import __all__ as _algorithms

@@ -170,6 +170,10 @@ def test_a_deployed_run_is_beside_the_simulated_one(tmp_path):
     summary = json.loads((runs[1] / "summary.json").read_text())
     summary["engine"] = {"plan": "flower"}
     (runs[1] / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(ConfigError, match="does not match its checksum"):
+        collect(runs)
+    del summary["sha256"]
+    (runs[1] / "summary.json").write_text(json.dumps(summary))
     assert list(collect(runs).groups) == ["simulated", "deployed"]
 
 
@@ -305,7 +309,7 @@ def test_folders_of_older_versions_are_read_by_well_known_names(tmp_path):
     run = a_run(tmp_path / "run")
     place = run / "summary.json"
     old = json.loads(place.read_text())
-    del old["metrics"], old["diverged"]
+    del old["metrics"], old["diverged"], old["sha256"]  # older versions wrote none of them
     old["final"]["test_loss_client_p10"] = 3.0
     place.write_text(json.dumps(old))
     found = collect([run])
@@ -314,7 +318,7 @@ def test_folders_of_older_versions_are_read_by_well_known_names(tmp_path):
     own = a_run(tmp_path / "own", own="higher")
     place = own / "summary.json"
     old = json.loads(place.read_text())
-    del old["metrics"]
+    del old["metrics"], old["sha256"]
     place.write_text(json.dumps(old))
     with pytest.raises(ConfigError, match=r"own does not say whether higher or lower 'test_rank_error' is better"):
         page_data(collect([own]))
@@ -373,6 +377,7 @@ def test_incomplete_and_foreign_folders_are_refused(tmp_path):
         collect([a_run(tmp_path / "stopped", finished=False)])
     older = a_run(tmp_path / "older")
     summary = json.loads((older / "summary.json").read_text())
+    del summary["sha256"]
     (older / "summary.json").write_text(json.dumps(summary | {"format": 0, "version": "0.0.1"}))
     with pytest.raises(ConfigError, match=r"format 0.*0\.0\.1"):
         collect([older])

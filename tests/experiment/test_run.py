@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,8 +26,10 @@ from fedbraid.experiment import ConfigError, build, load_config
 from fedbraid.experiment.comparison import load_comparison
 from fedbraid.experiment.config import dump
 from fedbraid.experiment.figures import draw_run, save
-from fedbraid.experiment.runfolder import read_metrics, read_summary
+from fedbraid.experiment.run import run_config
+from fedbraid.experiment.runfolder import determining, read_config, read_metrics, read_summary, write_config
 from fedbraid.experiment.summary import RunSummary
+from fedbraid.simulation.checkpoint import CheckpointError
 from fedbraid.transforms import TRANSFORMS, attack
 
 SMALL = ("rounds=40", "cohort=5", "model.hidden=[8]", "data.clients=10", "evaluation.every=10", "checkpoint.every=2")
@@ -108,11 +111,8 @@ def test_killed_at_random_moments_and_resumed_it_ends_bit_identical(env, whole, 
             break
     assert kills >= 1
     last = fedbraid(env, "run", "--resume", out, "--json")
-    if last.returncode == 2 and "finished" in last.stderr:  # it was killed after the last round
-        summary = json.loads((out / "summary.json").read_text())
-    else:
-        assert last.returncode == 0, last.stderr
-        summary = json.loads(last.stdout)
+    assert last.returncode == 0, last.stderr
+    summary = json.loads(last.stdout)
     assert summary["params_sha256"] == whole[0]["params_sha256"]
     np.testing.assert_array_equal(read_metrics(out)["train/loss"], read_metrics(whole[1])["train/loss"])
 
@@ -148,9 +148,92 @@ def test_a_run_folder_is_never_overwritten(env, whole):
     assert refused.returncode == 2
     assert "not empty" in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
-    finished = fedbraid(env, "run", "--resume", whole[1])
-    assert finished.returncode == 2
-    assert "finished" in finished.stderr
+
+
+def test_a_finished_run_is_not_run_again_so_that_a_queue_may_restart_it(env, whole):
+    written = (whole[1] / "summary.json").stat().st_mtime_ns
+    finished = fedbraid(env, "run", "--resume", whole[1], "--json")
+    assert finished.returncode == 0
+    assert "is finished: 40 rounds" in finished.stderr
+    assert json.loads(finished.stdout) == whole[0]
+    assert (whole[1] / "summary.json").stat().st_mtime_ns == written
+
+
+def test_ctrl_c_while_the_command_starts_is_quiet(env):
+    """While it imports: NumPy is loaded, jax not yet fully."""
+    process = subprocess.Popen(command("run", "--quiet"), env=env, stderr=subprocess.PIPE, text=True)
+    deadline = time.time() + 60
+    while "numpy" not in Path(f"/proc/{process.pid}/maps").read_text() and time.time() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert errors == ""
+    assert process.returncode == 130
+
+
+TINY = [
+    "cohort=2",
+    "model.hidden=[4]",
+    "data.clients=4",
+    "evaluation.every=2",
+    "checkpoint.every=1",
+    "engine.devices=1",
+]
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """A finished run of three rounds."""
+    out = tmp_path_factory.mktemp("three") / "run"
+    config = load_config(settings=[*TINY, "rounds=3"])
+    run_config(config, out)
+    return config, out
+
+
+def test_a_finished_run_trains_on_with_more_rounds(three, tmp_path):
+    """The same bytes as a run that had all rounds from the start, and the evaluation of round 3 is dropped."""
+    shutil.copytree(three[1], tmp_path / "longer")
+    config = load_config(settings=[*TINY, "rounds=6"])
+    longer = run_config(config, tmp_path / "longer", resume=True)
+    whole = run_config(config, tmp_path / "whole")
+    assert (longer.params_sha256, longer.rounds, longer.finished) == (whole.params_sha256, 6, True)
+    tables = [read_metrics(tmp_path / name) for name in ("longer", "whole")]
+    for name, column in tables[1].items():
+        if name != "seconds":
+            np.testing.assert_array_equal(tables[0][name], column, err_msg=name)
+    assert read_config(tmp_path / "longer") == config
+    with pytest.raises(ConfigError, match=r"rounds = 3: .* has 6; they may only grow"):
+        run_config(three[0], tmp_path / "longer", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("algorithm.client_lr=0.7", r"algorithm\.client_lr was its default and is now 0\.7"),
+        ("seed=3", "seed was 0 and is now 3|seed was its default and is now 3"),
+        ("cohort=3", "cohort was 2 and is now 3"),
+        ("data.clients=5", r"data\.clients was 4 and is now 5"),
+        ("evaluation.every=1", r"evaluation\.every was 2 and is now 1"),
+        ('transforms=[{name="clip", bound=1.0}]', r"transforms\.0\.bound was its default and is now 1\.0"),
+    ],
+)
+def test_a_resume_is_the_same_run(three, tmp_path, setting, words):
+    """Refused by the run folder; and if its config.toml was replaced, by the checkpoint."""
+    out, other = tmp_path / "run", load_config(settings=[*TINY, "rounds=4", setting])
+    shutil.copytree(three[1], out)
+    with pytest.raises(ConfigError, match=words):
+        run_config(other, out, resume=True)
+    with pytest.raises(ConfigError, match=r"Only rounds and the keys of \[engine\] and \[checkpoint\] may change"):
+        read_config(out, [setting])
+    write_config(out, other)
+    with pytest.raises(CheckpointError, match=f"another run: .*{words}"):
+        run_config(other, out, resume=True)
+
+
+def test_how_a_run_is_computed_may_change(three):
+    changed = read_config(three[1], ["engine.chunk=2", "checkpoint.every=7", "rounds=9"])
+    assert (changed.engine.chunk, changed.checkpoint.every, changed.rounds) == (2, 7, 9)
+    assert determining(changed) == determining(three[0])
 
 
 @pytest.mark.parametrize(

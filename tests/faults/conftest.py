@@ -44,6 +44,28 @@ def tally(request: pytest.FixtureRequest, record_property):
     assert counts.checked, "the test must end with tally.check()"
 
 
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory):
+    """Commands of fedbraid as child processes that start fast, see forks.py."""
+    from forks import Forks
+
+    server = Forks(tmp_path_factory.mktemp("forks"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(forks, tmp_path_factory):
+    """(result, number of file operations, folder, seconds) of the tiny run without any fault."""
+    from tiny import arguments, result
+
+    out, report = tmp_path_factory.mktemp("undisturbed") / "run", tmp_path_factory.mktemp("count") / "operations"
+    forks.run(*arguments(out.with_name("first")))  # compiles, if the cache is empty
+    ended = forks.run(*arguments(out), fault={"kind": "count", "root": str(out), "report": str(report)})
+    assert ended.status == 0, ended.err
+    return result(out), int(report.read_text()), out, ended.seconds
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """One line per test of the harness: cases tried and held."""
     rows: Counter[str] = Counter()

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
 import importlib.util
 import sys
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import typer
+import typer.core
 from rich.console import Console
+
+from fedbraid.cli.stopping import catch_sigterm, exit_status
+from fedbraid.start import started
 
 GROUPS = {
     "theory": "what a method converges to, and how fast",
@@ -18,9 +25,18 @@ GROUPS = {
 COMMANDS = ("run", "tune-engine", "sweep", "compare", "report", "reproduce", "list", "cost", "diagnose")
 
 
+class _Commands(typer.core.TyperGroup):
+    """The commands; one that is stopped by Ctrl-C or SIGTERM exits without a message of its own."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with _quiet_when_stopped():
+            return super().invoke(ctx)
+
+
 def make_app() -> typer.Typer:
     app = typer.Typer(
         name="fedbraid",
+        cls=_Commands,
         help="Federated optimization: write an algorithm once, simulate, understand, tune, deploy.",
         no_args_is_help=True,
         add_completion=False,
@@ -60,14 +76,48 @@ def _module(name: str):
 
 
 def main() -> None:
-    """Run the command line. A ValueError (a mistake of the user) is printed in red and exits with code 2."""
+    """Run the command line.
+
+    A ValueError (a mistake of the user) is printed in red and exits with 2, an error of the operating system with 1.
+    """
+    catch_sigterm()
+    started()
     try:
-        make_app()()
+        with _quiet_when_stopped():
+            make_app()()
     except ValueError as error:
-        message = Console(stderr=True, highlight=False)
-        for line in str(error).splitlines():
-            message.print(f"[bold red]error:[/] {_plain(line)}", soft_wrap=True)
+        _print_error(str(error))
         sys.exit(2)
+    except OSError as error:
+        _print_error(system_error(error))
+        sys.exit(1)
+
+
+@contextlib.contextmanager
+def _quiet_when_stopped() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as stopped:
+        sys.exit(exit_status(stopped))
+
+
+def system_error(error: OSError) -> str:
+    """An error of the operating system as one line: the path, the reason, and what to do about a full disk.
+
+    >>> system_error(FileNotFoundError(errno.ENOENT, "No such file or directory", "runs/mine"))
+    'runs/mine: No such file or directory'
+    """
+    if error.strerror is None:
+        return " ".join(str(error).split()) or type(error).__name__
+    paths = [str(path) for path in (error.filename, error.filename2) if path is not None]
+    full = "; free some space and run the command again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    return f"{' -> '.join(paths)}{': ' if paths else ''}{error.strerror}{full}"
+
+
+def _print_error(text: str) -> None:
+    message = Console(stderr=True, highlight=False)
+    for line in text.splitlines():
+        message.print(f"[bold red]error:[/] {_plain(line)}", soft_wrap=True)
 
 
 def _plain(text: str) -> str:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from fedbraid.cli.groups import Output, with_groups
 from fedbraid.cli.notes import as_notes
+from fedbraid.cli.stopping import exit_status
 
 
 @with_groups
@@ -55,9 +56,11 @@ def command(
                 bar.news(news)
 
             summary = run_comparison(comparison, folder, resume=resume is not None, on_news=told)
-    except KeyboardInterrupt:
-        console.print(f"stopped; finished work is kept. Continue with: fedbraid compare --resume {folder}")
-        sys.exit(130)
+    except KeyboardInterrupt as stopped:
+        console.print(
+            f"stopped; finished work is kept. Continue with: fedbraid compare --resume {folder}", soft_wrap=True
+        )
+        sys.exit(exit_status(stopped))
     if output.json:
         print(json_.dumps(summary))
     elif not output.quiet:

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from fedbraid.cli.groups import Output, with_groups
 from fedbraid.cli.notes import as_notes
+from fedbraid.cli.stopping import BY_CTRL_C, BY_SIGTERM, exit_status
 from fedbraid.metric import is_client_column
 from fedbraid.units import format_bytes
 
@@ -63,12 +64,15 @@ def command(
     from fedbraid.experiment import ConfigError
     from fedbraid.simulation import hosts, use_cores
 
-    loaded, folder = _what(config, settings or [], out, resume)
+    console = Console(stderr=True, highlight=False)
     hosts.check(*where)
+    with as_notes(console):
+        loaded, folder, done = _what(config, settings or [], out, resume)
+    if done is not None:
+        return _already(console, done, folder, output)
     if explain:
         use_cores(loaded.engine.devices)
         return _explain(loaded, output.json)
-    console = Console(stderr=True, highlight=False)
     again = resume is not None
     if where.at is None:
         use_cores(loaded.engine.devices)
@@ -82,23 +86,34 @@ def command(
         sys.exit(status)
 
 
-def _what(config: Path | None, settings: list[str], out: Path | None, resume: Path | None) -> tuple[Any, Path]:
-    """The configuration to run, and the run folder."""
+def _what(
+    config: Path | None, settings: list[str], out: Path | None, resume: Path | None
+) -> tuple[Any, Path, RunSummary | None]:
+    """The configuration to run, the run folder, and the summary of a run that is finished already."""
     from fedbraid.experiment import ConfigError, load_config
-    from fedbraid.experiment.runfolder import CONFIG, reopen
+    from fedbraid.experiment.runfolder import finished, read_config
 
     if resume is not None:
-        if config is not None or out is not None or not all(s.startswith("engine.") for s in settings):
-            raise ConfigError(
-                "--resume takes everything from the run folder: leave out CONFIG, --out and --set (keys of engine may "
-                "be set: they do not change results)"
-            )
-        reopen(resume)  # refuses a folder without a run, and a finished run
-        return load_config(resume / CONFIG, settings), resume
+        if config is not None or out is not None:
+            raise ConfigError("--resume takes everything from the run folder: leave out CONFIG and --out")
+        loaded = read_config(resume, settings)
+        return loaded, resume, finished(resume, loaded.rounds)
     loaded = load_config(config, settings)
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     what = f"{loaded.algorithm.name}-{Path(loaded.data.name).name}"  # data may be the path of a store
-    return loaded, out if out is not None else Path("runs") / f"{what}-{stamp}"
+    return loaded, out if out is not None else Path("runs") / f"{what}-{stamp}", None
+
+
+def _already(console: Console, summary: RunSummary, folder: Path, output: Output) -> None:
+    """A resumed run that is finished: nothing to do, so that a queue may restart it."""
+    if output.json:
+        print(json_.dumps(summary.to_json()))
+    if not output.quiet:
+        console.print(
+            f"the run in {folder} is finished: {summary.rounds} rounds. Train on with more: fedbraid run --resume "
+            f"{folder} --set rounds=N",
+            soft_wrap=True,
+        )
 
 
 def _train_on_hosts(console: Console, loaded: Any, folder: Path, again: bool, where: Hosts, output: Output) -> int:
@@ -138,7 +153,7 @@ def _explain(loaded: Any, json: bool) -> None:
 
 
 def _train(console: Console, loaded: Any, folder: Path, again: bool, output: Output) -> int:
-    """Run and print the results. Returns the exit status: 130 if the run was stopped, 3 if it diverged."""
+    """Run and print the results. Returns the exit status: 0 after all rounds, 3 if the run diverged."""
     from fedbraid.experiment import run_config
     from fedbraid.simulation import hosts
 
@@ -150,15 +165,20 @@ def _train(console: Console, loaded: Any, folder: Path, again: bool, output: Out
     elif first and not output.quiet:
         _closing(Console(highlight=False), summary)
     if first and not summary.finished:
-        console.print(f"stopped after round {summary.rounds}; continue with: fedbraid run --resume {folder}")
+        console.print(
+            f"stopped after round {summary.rounds}; continue with: fedbraid run --resume {folder}", soft_wrap=True
+        )
     if first and summary.diverged:
         console.print(f"[bold red]error:[/] {escape(summary.problem)}", soft_wrap=True)
-    return 130 if not summary.finished else DIVERGED if summary.diverged else 0
+    if not summary.finished:
+        return watch.status
+    return DIVERGED if summary.diverged else 0
 
 
 @contextlib.contextmanager
 def _exit_at_once(console: Console) -> Iterator[None]:
     """With several hosts: an error ends this process at once, so that the other hosts do not wait for it."""
+    from fedbraid.cli.app import system_error
     from fedbraid.simulation import hosts
 
     status = 1
@@ -167,18 +187,19 @@ def _exit_at_once(console: Console) -> Iterator[None]:
         return
     except (ValueError, MemoryError, OSError, hosts.HostLost) as error:
         status = 2 if isinstance(error, ValueError) else 1
-        console.print(f"[bold red]error:[/] process {hosts.number()}: {escape(str(error))}", soft_wrap=True)
-    except KeyboardInterrupt:
-        status = 130
+        reason = system_error(error) if isinstance(error, OSError) else str(error)
+        console.print(f"[bold red]error:[/] process {hosts.number()}: {escape(reason)}", soft_wrap=True)
+    except KeyboardInterrupt as stopped:
+        status = exit_status(stopped)
     except BaseException:
         traceback.print_exc()
     hosts.leave(status)
 
 
 class _Watch:
-    """The progress bar and the handler of Ctrl-C.
+    """The progress bar and the handler of Ctrl-C and SIGTERM.
 
-    The first Ctrl-C ends the run after a checkpoint, the second ends it at once.
+    Both end the run after a checkpoint. A second Ctrl-C ends it at once.
     """
 
     def __init__(self, console: Console, rounds: int, *, show: bool) -> None:
@@ -191,7 +212,7 @@ class _Watch:
             TimeRemainingColumn,
         )
 
-        self.console, self.show, self.stop = console, show, False
+        self.console, self.show, self.stop, self.status = console, show, False, BY_CTRL_C
         self.cost: Any = None
         self.cohort = 0
         self.bytes = 0.0
@@ -210,7 +231,7 @@ class _Watch:
         self.task = self.bar.add_task("", total=rounds, news="compiling")
 
     def __enter__(self) -> _Watch:
-        self.before = signal.signal(signal.SIGINT, self._interrupt)
+        self.before = {one: signal.signal(one, self._interrupt) for one in (signal.SIGINT, signal.SIGTERM)}
         self.notes = contextlib.ExitStack()
         self.notes.enter_context(as_notes(self.console))
         return self
@@ -218,12 +239,15 @@ class _Watch:
     def __exit__(self, *_: object) -> None:
         if self.bar.live.is_started:
             self.bar.stop()
-        signal.signal(signal.SIGINT, self.before)
+        for one, before in self.before.items():
+            signal.signal(one, before)
         self.notes.close()
 
-    def _interrupt(self, *_: object) -> None:
-        if self.stop:
+    def _interrupt(self, number: int, _: object) -> None:
+        if self.stop and number == signal.SIGINT:  # schedulers may send SIGTERM to a process more than once
             raise KeyboardInterrupt
+        if not self.stop:
+            self.status = BY_SIGTERM if number == signal.SIGTERM else BY_CTRL_C
         self.stop = True
         self.bar.update(self.task, news="stopping after this round ...")
 

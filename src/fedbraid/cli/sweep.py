@@ -14,6 +14,7 @@ from rich.table import Table
 
 from fedbraid.cli.groups import Output, with_groups
 from fedbraid.cli.notes import as_notes
+from fedbraid.cli.stopping import exit_status
 
 
 class Search(NamedTuple):
@@ -97,9 +98,11 @@ def command(
     try:
         with as_notes(console), Bar(console, show=output.shown) as bar:
             summary = _sweep(sweep, folder, where, resume=resume is not None, on_news=bar.news)
-    except KeyboardInterrupt:
-        console.print(f"stopped; the finished trials are kept. Continue with: fedbraid sweep --resume {folder}")
-        sys.exit(130)
+    except KeyboardInterrupt as stopped:
+        console.print(
+            f"stopped; the finished trials are kept. Continue with: fedbraid sweep --resume {folder}", soft_wrap=True
+        )
+        sys.exit(exit_status(stopped))
     if summary is None:
         return
     if output.json:
@@ -112,6 +115,7 @@ def _sweep(sweep: tuple[Any, Any], folder: Path, where: Workers, **again: Any) -
     """Run the sweep on this machine or by workers. A worker runs one bundle of the sweep and returns None."""
     from fedbraid.experiment.cluster import BUNDLES, Cluster, collect, run_bundle, sweep_on
     from fedbraid.experiment.config import read_tree
+    from fedbraid.experiment.runfolder import held
     from fedbraid.experiment.sweep import run_sweep
     from fedbraid.simulation import use_cores
 
@@ -124,7 +128,8 @@ def _sweep(sweep: tuple[Any, Any], folder: Path, where: Workers, **again: Any) -
         run_bundle(folder, where.bundle, on_news=again["on_news"])
         return None
     if again["resume"] and (folder / BUNDLES).is_file():
-        collect(folder)  # the trials that workers have finished, so that they are not run again
+        with held(folder):
+            collect(folder)  # the trials that workers have finished, so that they are not run again
     return run_sweep(*sweep, folder, **again)
 
 

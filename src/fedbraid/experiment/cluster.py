@@ -14,8 +14,6 @@ When all bundles are done, their trials become the sweep's ``trials.parquet``, a
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +22,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from fedbraid import files
 from fedbraid.experiment.config import Config, ConfigError
 from fedbraid.experiment.lab import Lab, SweepSettings
+from fedbraid.experiment.runfolder import held
 from fedbraid.experiment.sweep import (
     SUMMARY,
     SWEEP,
@@ -33,11 +33,12 @@ from fedbraid.experiment.sweep import (
     about,
     check_folder,
     reopen_sweep,
-    run_sweep,
+    sweep_in,
     write_sweep,
 )
 from fedbraid.experiment.trials import Trials, read_trials
 from fedbraid.experiment.tuning import News, all_points, tune
+from fedbraid.sealed import read_sealed, seal_json
 
 __all__ = ["Cluster", "bundles", "collect", "run_bundle", "sweep_on"]
 
@@ -85,9 +86,10 @@ def sweep_on(
         check_folder(out)
         lab = _lab(config, settings)
         parts = bundles(lab.groups(all_points(lab)), cluster.workers)
-        out.mkdir(parents=True, exist_ok=True)
-        write_sweep(out / SWEEP, config, settings)
-        _write(out / BUNDLES, {"bundles": parts})
+        with held(out):
+            check_folder(out)
+            write_sweep(out / SWEEP, config, settings)
+            _write(out / BUNDLES, {"bundles": parts})
     elif not (out / BUNDLES).is_file():
         raise ConfigError(f"the sweep in {out} was not divided among workers: continue it with --resume {out} alone")
     todo = [i for i in range(len(_dealt(out))) if not _done(out, i).is_file()]
@@ -100,10 +102,11 @@ def sweep_on(
             f"{len(left)} of {len(_dealt(out))} bundles did not finish ({', '.join(map(str, left))}): their output is "
             f"in {out / JOBS}. The finished trials are kept; continue with --resume {out} --cluster {cluster.name}"
         )
-    programs = collect(out)
-    summary = run_sweep(config, settings, out, resume=True)
-    summary |= {"programs": programs, "seconds": time.perf_counter() - began, "bundles": len(_dealt(out))}
-    _write(out / SUMMARY, summary)
+    with held(out):
+        programs = collect(out)
+        summary = sweep_in(Lab(config, settings), out)
+        summary |= {"programs": programs, "seconds": time.perf_counter() - began, "bundles": len(_dealt(out))}
+        _write(out / SUMMARY, summary)
     return summary
 
 
@@ -114,24 +117,25 @@ def run_bundle(out: Path, index: int, *, on_news: Callable[[News], Any] | None =
         raise ConfigError(f"--bundle must be from 0 to {len(parts) - 1}, the bundles of {out}; got {index}")
     config, settings = reopen_sweep(out)
     (out / FOLDER).mkdir(exist_ok=True)
-    found = tune(
-        _lab(config, settings),
-        Trials(out / FOLDER / f"{index}.parquet", about(settings)),
-        only=parts[index],
-        on_news=on_news,
-    )
-    _write(_done(out, index), {name: found[name] for name in ("trials", "programs", "seconds")})
+    with files.holding(out / FOLDER / f"{index}.lock"):
+        found = tune(
+            _lab(config, settings),
+            Trials(out / FOLDER / f"{index}.parquet", about(settings)),
+            only=parts[index],
+            on_news=on_news,
+        )
+        _write(_done(out, index), {name: found[name] for name in ("trials", "programs", "seconds")})
 
 
 def collect(out: Path) -> int:
     """Copy the trials of all bundles so far into the sweep's file; returns how many programs were compiled."""
-    files = [out / FOLDER / f"{i}.parquet" for i in range(len(_dealt(out)))]
-    rows = {(row["point"], row["seed"]): row for file in files if file.is_file() for row in read_trials(file)}
+    parts = [out / FOLDER / f"{i}.parquet" for i in range(len(_dealt(out)))]
+    rows = {(row["point"], row["seed"]): row for part in parts if part.is_file() for row in read_trials(part)}
     _, settings = reopen_sweep(out)
     trials = Trials(out / TRIALS, about(settings))
     known = {(row["point"], row["seed"]) for row in trials.rows}
     trials.add([rows[key] for key in sorted(rows) if key not in known])
-    said = [json.loads(_done(out, i).read_text()) for i in range(len(files)) if _done(out, i).is_file()]
+    said = [read_sealed(_done(out, i)) for i in range(len(parts)) if _done(out, i).is_file()]
     return sum(one["programs"] for one in said)
 
 
@@ -197,7 +201,7 @@ def _tell(out: Path, jobs: Sequence[Any], on_news: Callable | None) -> None:
 def _dealt(out: Path) -> list[list[int]]:
     if not (out / BUNDLES).is_file():
         raise ConfigError(f"{out} has no {BUNDLES}: it is not a sweep that was divided among workers")
-    return json.loads((out / BUNDLES).read_text())["bundles"]
+    return read_sealed(out / BUNDLES)["bundles"]
 
 
 def _done(out: Path, index: int) -> Path:
@@ -205,6 +209,4 @@ def _done(out: Path, index: int) -> Path:
 
 
 def _write(path: Path, what: Mapping[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(what, indent=1))
-    os.replace(partial, path)
+    files.write_text(path, seal_json(what))

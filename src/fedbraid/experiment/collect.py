@@ -12,14 +12,15 @@ import numpy as np
 
 from fedbraid.experiment import runfolder
 from fedbraid.experiment.assembly import load_named
-from fedbraid.experiment.compare import DRIFT, SUMMARY
+from fedbraid.experiment.compare import SUMMARY, read_drift
 from fedbraid.experiment.comparison import COMPARE
-from fedbraid.experiment.config import Config, ConfigError, dump, load_config
+from fedbraid.experiment.config import Config, ConfigError, dump
 from fedbraid.experiment.drift import trace_drift
 from fedbraid.experiment.summary import RunSummary
 from fedbraid.experiment.sweep import SWEEP, TRIALS
 from fedbraid.experiment.trials import Row, read_trials
 from fedbraid.metric import Metric
+from fedbraid.sealed import Damaged, read_sealed
 
 __all__ = ["Collection", "ReportedRun", "Tuned", "collect"]
 
@@ -115,7 +116,10 @@ def _summary(folder: Path, kind: str) -> dict[str, Any]:
         raise ConfigError(
             f"{folder} is incomplete: it has no {SUMMARY}; finish it with fedbraid {kind} --resume {folder}"
         )
-    summary = json.loads(path.read_text())
+    try:
+        summary = read_sealed(path)
+    except Damaged as error:
+        raise ConfigError(f"{error}; write it again with fedbraid {kind} --resume {folder}") from None
     if summary.get("kind") != kind:
         raise ConfigError(f"{path} is not the summary of a {kind}: {summary.get('kind')!r}")
     return summary
@@ -125,7 +129,11 @@ def _read_run(folder: Path, label: str, drift: int = 0) -> ReportedRun:
     summary = runfolder.read_summary(folder)
     if not summary.finished:
         raise ConfigError(f"the run in {folder} stopped after round {summary.rounds}; finish it: --resume {folder}")
-    config = load_config(folder / runfolder.CONFIG)
+    config = runfolder.read_config(folder)
+    if summary.rounds < config.rounds:
+        raise ConfigError(
+            f"the run in {folder} is at round {summary.rounds} of {config.rounds}; finish it: --resume {folder}"
+        )
     traced = trace_drift(config, load_named(config), drift) if drift else None
     table, clients = runfolder.read_metrics(folder), runfolder.read_clients(folder)
     return ReportedRun(folder, label, config, summary, table, clients, traced)
@@ -135,7 +143,7 @@ def _compared(folder: Path, summary: Mapping[str, Any]) -> list[ReportedRun]:
     runs = []
     for method in summary["methods"]:
         place = folder / method["folder"]
-        drift = json.loads((place / DRIFT).read_text()) if (place / DRIFT).is_file() else None
+        drift = read_drift(place)
         for seed in summary["seeds"] if method["best"] is not None else ():
             runs.append(_read_run(place / f"seed-{seed}", method["label"])._replace(drift=drift))
     return runs

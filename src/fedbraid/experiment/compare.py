@@ -20,7 +20,7 @@ of the configuration, and a method that sends more per client has fewer clients.
 
 from __future__ import annotations
 
-import json
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,12 +28,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import fedbraid
+from fedbraid import files
 from fedbraid.costs import Cost, cost
 from fedbraid.data.federated import FederatedData
 from fedbraid.experiment import runfolder
 from fedbraid.experiment.assembly import Experiment, assemble, load_named
 from fedbraid.experiment.comparison import COMPARE, Comparison, cohorts_of, folder_name, write_comparison
-from fedbraid.experiment.config import Config, ConfigError, dump
+from fedbraid.experiment.config import Config, ConfigError
 from fedbraid.experiment.drift import trace_drift
 from fedbraid.experiment.figures import draw_curves, save, series
 from fedbraid.experiment.lab import Lab, hold_out_validation
@@ -43,6 +44,8 @@ from fedbraid.experiment.sweep import check_folder
 from fedbraid.experiment.trials import Criterion, Trials, pick_metric
 from fedbraid.experiment.tuning import News, tune
 from fedbraid.metric import Metric, declared_by
+from fedbraid.notices import notice
+from fedbraid.sealed import Damaged, read_sealed, seal_json
 from fedbraid.simulation.points import Points, PointsResult
 
 __all__ = ["run_comparison"]
@@ -72,14 +75,24 @@ def run_comparison(
     """Tune, run and test every method, write the folder and return its summary.
 
     The folder must be new, or with ``resume`` that of a comparison that was stopped. ``on_news(label, news)`` is called
-    with the progress.
+    with the progress. While it runs, no other process can write to the folder.
     """
-    if not resume:
-        check_folder(out)
-    setup = _set_up(comparison)
-    if not resume:
-        out.mkdir(parents=True, exist_ok=True)
-        write_comparison(out / COMPARE, comparison)
+    with contextlib.ExitStack() as stack:
+        if resume:
+            stack.enter_context(runfolder.held(out))
+            runfolder.drop_partial(out)
+        else:
+            check_folder(out)
+        setup = _set_up(comparison)
+        if not resume:
+            stack.enter_context(runfolder.held(out))
+            check_folder(out)  # another process may have started since
+            write_comparison(out / COMPARE, comparison)
+        return _compare_in(comparison, setup, out, on_news)
+
+
+def _compare_in(comparison: Comparison, setup: _Setup, out: Path, on_news: Callable | None) -> dict[str, Any]:
+    """Run what is missing in a folder that this process holds, and write the results."""
     trials = Trials(out / TRIALS, {"version": fedbraid.__version__, "kind": "compare"})
     table, tuned_on = [], None
     for i, method in enumerate(comparison.methods):
@@ -105,7 +118,7 @@ def run_comparison(
         "methods": table,
         "out": str(out),
     }
-    (out / SUMMARY).write_text(json.dumps(summary, indent=1))
+    files.write_text(out / SUMMARY, seal_json(summary))
     _draw(out, summary, criterion.metric)
     return summary
 
@@ -167,9 +180,21 @@ def _method_row(
         return row
     best = with_values(config, tuned["best"])
     row |= _statistics(_finals(best, setup.data, comparison, folder, tell), setup.criterion)
-    if comparison.settings.drift and not (folder / DRIFT).is_file():
-        (folder / DRIFT).write_text(json.dumps(trace_drift(best, setup.data, comparison.settings.drift)))
+    if comparison.settings.drift and read_drift(folder) is None:
+        traced = trace_drift(best, setup.data, comparison.settings.drift)
+        files.write_text(folder / DRIFT, seal_json(traced))
     return row
+
+
+def read_drift(folder: Path) -> dict[str, Any] | None:
+    """The drift of a method; None if it was not traced, or if the file is damaged."""
+    try:
+        return read_sealed(folder / DRIFT)
+    except FileNotFoundError:
+        return None
+    except Damaged as error:
+        notice(f"{error}. It is not used")
+        return None
 
 
 def _draw(out: Path, summary: Mapping[str, Any], metric: Metric) -> None:
@@ -201,7 +226,7 @@ def _finals(
     finals = []
     for seed in seeds:
         place = folder / f"seed-{seed}"
-        if not (place / runfolder.SUMMARY).is_file():
+        if runfolder.finished(place, config.rounds) is None:
             if program is None:
                 program = points_program(config, data, (), points=1, seeds=seeds, test=data.test)
             if tell is not None:
@@ -217,7 +242,7 @@ def _finals(
 def _write_run(place: Path, config: Config, outcome: PointsResult, declared: Sequence[Metric]) -> None:
     """Write the run folder of an outcome with one point."""
     place.mkdir(parents=True, exist_ok=True)
-    (place / runfolder.CONFIG).write_text(dump(config))
+    runfolder.write_config(place, config)
     history = {name: column[0] for name, column in outcome.history.items()}
     at = outcome.evaluations["round"]
     evaluations = {n: c if n == "round" else c[0] for n, c in outcome.evaluations.items()}

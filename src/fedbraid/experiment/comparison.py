@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
+from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fedbraid import files
 from fedbraid.costs import Cost
 from fedbraid.experiment.config import Config, ConfigError, dump, parse, read_tree, sentences
 from fedbraid.experiment.lab import SweepSettings, parse_settings
+from fedbraid.experiment.runfolder import read_sealed_toml
 from fedbraid.metric import Better
+from fedbraid.sealed import seal_lines
 
 __all__ = [
     "CompareSettings",
@@ -99,7 +102,7 @@ def load_comparison(path: Path | None = None, settings: Sequence[str] = ()) -> C
     ['FedAvg', 'FedAvgM']
     """
     if path is None:
-        tree = tomllib.loads(files("fedbraid.experiment").joinpath("files/compare.toml").read_text())
+        tree = tomllib.loads(resources.files("fedbraid.experiment").joinpath("files/compare.toml").read_text())
         tree = _merged(tree, read_tree(None, settings))
     else:
         tree = read_tree(path, settings)
@@ -188,6 +191,10 @@ def cohorts_of(protocol: Protocol, cohort: int, costs: Sequence[Cost]) -> list[i
 
 def write_comparison(path: Path, comparison: Comparison) -> None:
     """Write what `load_comparison` reads."""
+    files.write_text(path, seal_lines(_text(comparison)))
+
+
+def _text(comparison: Comparison) -> str:
     import tomli_w
 
     tree = tomllib.loads(dump(comparison.base))
@@ -195,11 +202,15 @@ def write_comparison(path: Path, comparison: Comparison) -> None:
     tree["compare"] = comparison.settings.model_dump(mode="json", exclude_none=True)
     tree["sweep"] = comparison.tuning.model_dump(mode="json", exclude_none=True, exclude={"over"})
     tree["methods"] = [method.model_dump(mode="json", exclude_none=True) for method in comparison.methods]
-    path.write_text(tomli_w.dumps(tree))
+    return tomli_w.dumps(tree)
 
 
 def reopen_comparison(folder: Path) -> Comparison:
     """Read a stopped comparison, to continue it."""
     if not (folder / COMPARE).is_file():
-        raise ConfigError(f"{folder} is not the folder of a comparison: it has no {COMPARE}")
+        raise ConfigError(
+            f"{folder} is not the folder of a comparison: it has no {COMPARE}. If the comparison was stopped before it "
+            f"wrote this file, start it again with --out {folder}"
+        )
+    read_sealed_toml(folder / COMPARE, lambda: _text(load_comparison(folder / COMPARE)))
     return load_comparison(folder / COMPARE)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fedbraid import files
 from fedbraid.drawing import BLUE, COLOURS, GREY, ORANGE, style, tidy
 from fedbraid.metric import Metric
 
@@ -16,11 +17,13 @@ __all__ = ["draw_clients", "draw_curves", "draw_drift", "draw_run", "save", "ser
 
 def save(figure: Any, path: Path, *, pdf: bool = False) -> list[Path]:
     """Write a figure as PNG, and with ``pdf`` also as PDF into the same folder."""
-    figure.savefig(path, dpi=130)
+    with files.replacing(path) as partial:
+        figure.savefig(partial, dpi=130)
     paths = [path]
     if pdf:
         paths.append(path.with_suffix(".pdf"))
-        figure.savefig(paths[-1], metadata={"CreationDate": None})  # equal figures give equal bytes
+        with files.replacing(paths[-1]) as partial:
+            figure.savefig(partial, metadata={"CreationDate": None})  # equal figures give equal bytes
     return paths
 
 

@@ -11,14 +11,14 @@ import html
 import json
 import re
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import fedbraid
-from fedbraid import algorithms, transforms
+from fedbraid import algorithms, files, transforms
 from fedbraid.experiment.citations import citation
 from fedbraid.experiment.collect import Collection
 from fedbraid.experiment.config import ConfigError, dump
@@ -54,7 +54,7 @@ def write_report(found: Collection, out: Path, *, title: str | None = None, plot
         "DATA": json.dumps(page_data(found), separators=(",", ":")).replace("<", "\\u003c"),
     }
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
-    out.write_text(page, encoding="utf-8")
+    files.write_text(out, page)
     pictures = _plots(found, out.parent / f"{out.stem}-plots") if plots else []
     return {
         "out": str(out),
@@ -67,7 +67,7 @@ def write_report(found: Collection, out: Path, *, title: str | None = None, plot
 
 
 def _asset(name: str) -> str:
-    return files("fedbraid.experiment").joinpath("page", name).read_text(encoding="utf-8")
+    return resources.files("fedbraid.experiment").joinpath("page", name).read_text(encoding="utf-8")
 
 
 def _title(found: Collection) -> str:

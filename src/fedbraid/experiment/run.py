@@ -33,14 +33,26 @@ def run_config(
 ) -> RunSummary:
     """Run ``config``, write the run folder, and return its summary.
 
-    The folder must be new, or with ``resume`` that of a stopped run. ``on_progress`` may return True to stop; the
-    summary's ``finished`` is then false and the run can be resumed. On several hosts every host calls this function
-    with the same arguments, and the first one writes.
+    The folder must be new, or with ``resume`` that of a run with this configuration; only rounds (which may grow) and
+    the keys of engine and checkpoint may differ. ``on_progress`` may return True to stop; the summary's ``finished`` is
+    then false and the run can be resumed. On several hosts every host calls this function with the same arguments, and
+    the first one writes. While it runs, no other process can write to the folder.
     """
     experiment = build(config)  # errors in the configuration are found before a folder is made
     hosts.same(f"{dump(config)} {experiment.data.train.num_examples}", "configurations or data")
-    if not resume:
-        hosts.first_alone(lambda: runfolder.create(out, config))
+    if not resume and out.is_dir():
+        hosts.first_alone(lambda: runfolder.check_free(out))
+    with runfolder.held(out):
+        prepare = runfolder.continue_with if resume else runfolder.create
+        hosts.first_alone(lambda: prepare(out, config))
+        return _run(experiment, out, resume, on_built, on_progress)
+
+
+def _run(
+    experiment: Experiment, out: Path, resume: bool, on_built: Callable | None, on_progress: Callable | None
+) -> RunSummary:
+    """Run an experiment in its folder, which this process holds."""
+    config = experiment.config
     if on_built is not None:
         on_built(experiment)
     stamps: list[tuple[int, float]] = []
@@ -88,7 +100,7 @@ def _simulate(experiment: Experiment, saved: Path, resume: bool, on_progress: Ca
         eval_every=config.evaluation.every,
         arrival=experiment.arrival,
         engine=config.engine,
-        checkpoints=Checkpoints(saved, config.checkpoint.every, resume and saved.is_dir() and any(saved.iterdir())),
+        checkpoints=Checkpoints(saved, config.checkpoint.every, resume, runfolder.determining(config)),
         on_progress=on_progress,
     )
     jax.block_until_ready(result.params)

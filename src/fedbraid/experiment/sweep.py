@@ -13,20 +13,23 @@ also if it diverged. The file is rewritten after every program, so a sweep that 
 
 from __future__ import annotations
 
-import json
+import contextlib
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import fedbraid
+from fedbraid import files
 from fedbraid.experiment.config import Config, ConfigError, dump, parse, read_tree
 from fedbraid.experiment.figures import save
 from fedbraid.experiment.lab import Lab, SweepSettings, parse_settings
 from fedbraid.experiment.points import with_values
+from fedbraid.experiment.runfolder import check_free, held, read_sealed_toml
 from fedbraid.experiment.trials import Trials
 from fedbraid.experiment.tuning import News, tune
 from fedbraid.experiment.tuningplot import draw_tuning
+from fedbraid.sealed import seal_json, seal_lines
 
 __all__ = ["load_sweep", "reopen_sweep", "run_sweep", "write_sweep"]
 
@@ -46,10 +49,14 @@ def load_sweep(
 
 def write_sweep(path: Path, config: Config, settings: SweepSettings) -> None:
     """Write the file that `load_sweep` reads."""
+    files.write_text(path, seal_lines(_text(config, settings)))
+
+
+def _text(config: Config, settings: SweepSettings) -> str:
     import tomli_w
 
     tree = tomllib.loads(dump(config)) | {"sweep": settings.model_dump(mode="json", exclude_none=True)}
-    path.write_text(tomli_w.dumps(tree))
+    return tomli_w.dumps(tree)
 
 
 def about(settings: SweepSettings) -> dict[str, Any]:
@@ -59,8 +66,10 @@ def about(settings: SweepSettings) -> dict[str, Any]:
 
 def check_folder(out: Path) -> None:
     """Refuse a folder that is not empty, so that nothing is overwritten."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists and is not empty: choose another --out, or continue it with --resume {out}")
+    if out.exists():
+        if not out.is_dir():
+            raise ConfigError(f"{out} is a file: name a folder")
+        check_free(out)
 
 
 def run_sweep(
@@ -73,14 +82,25 @@ def run_sweep(
 ) -> dict[str, Any]:
     """Tune ``config``, write the sweep's folder and return its summary.
 
-    The folder must be new, or with ``resume`` that of a stopped sweep: its trials are kept.
+    The folder must be new, or with ``resume`` that of a stopped sweep: its trials are kept. While the sweep runs, no
+    other process can write to the folder.
     """
-    if not resume:
-        check_folder(out)
-    lab = Lab(config, settings)  # errors are found before a folder is made
-    if not resume:
-        out.mkdir(parents=True, exist_ok=True)
-        write_sweep(out / SWEEP, config, settings)
+    with contextlib.ExitStack() as stack:
+        if resume:
+            stack.enter_context(held(out))
+        else:
+            check_folder(out)
+        lab = Lab(config, settings)  # errors are found before a folder is made
+        if not resume:
+            stack.enter_context(held(out))
+            check_folder(out)  # another process may have started since
+            write_sweep(out / SWEEP, config, settings)
+        return sweep_in(lab, out, on_news)
+
+
+def sweep_in(lab: Lab, out: Path, on_news: Callable[[News], Any] | None = None) -> dict[str, Any]:
+    """Run the trials that are missing in a folder that this process holds, and write the results."""
+    config, settings = lab.config, lab.settings
     trials = Trials(out / TRIALS, about(settings))
     found = tune(lab, trials, on_news=on_news)
     summary = {
@@ -97,14 +117,18 @@ def run_sweep(
         "out": str(out),
     }
     if found["best"] is not None:
-        (out / BEST).write_text(dump(with_values(config, found["best"])))
+        files.write_text(out / BEST, dump(with_values(config, found["best"])))
     save(draw_tuning(trials.rows, list(settings.over), found), out / PICTURE)
-    (out / SUMMARY).write_text(json.dumps(summary, indent=1))
+    files.write_text(out / SUMMARY, seal_json(summary))
     return summary
 
 
 def reopen_sweep(folder: Path) -> tuple[Config, SweepSettings]:
     """The configuration and the settings of a sweep to continue."""
     if not (folder / SWEEP).is_file():
-        raise ConfigError(f"{folder} is not the folder of a sweep: it has no {SWEEP}")
+        raise ConfigError(
+            f"{folder} is not the folder of a sweep: it has no {SWEEP}. If the sweep was stopped before it wrote this "
+            f"file, start it again with --out {folder}"
+        )
+    read_sealed_toml(folder / SWEEP, lambda: _text(*load_sweep(folder / SWEEP)))
     return load_sweep(folder / SWEEP)

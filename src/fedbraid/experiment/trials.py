@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedbraid.experiment.config import ConfigError
+from fedbraid.experiment.runfolder import read_table, write_table
 from fedbraid.metric import Better, Metric, metric_of_column
+from fedbraid.notices import notice
 from fedbraid.simulation.points import PointsResult
 
 __all__ = ["Criterion", "Row", "Trials", "best_point", "judged_by", "pick_metric", "read_trials", "write_trials"]
@@ -130,7 +131,7 @@ class Trials:
 
     def __init__(self, path: Path | None, about: Mapping[str, Any] | None = None) -> None:
         self.path, self.about = path, dict(about or {})
-        self.rows: list[Row] = read_trials(path) if path is not None and path.is_file() else []
+        self.rows: list[Row] = [] if path is None else _rows_so_far(path)
 
     def of(self, **fixed: Any) -> list[Row]:
         return [row for row in self.rows if all(row.get(key) == value for key, value in fixed.items())]
@@ -141,9 +142,20 @@ class Trials:
             write_trials(self.path, self.rows, self.about)
 
 
+def _rows_so_far(path: Path) -> list[Row]:
+    """The rows of a file to continue; a damaged file counts as not there, so that its trials run again."""
+    if not path.is_file():
+        return []
+    try:
+        read_table(path)
+    except ConfigError as error:
+        notice(f"{error}. Its trials run again")
+        return []
+    return read_trials(path)
+
+
 def write_trials(path: Path, rows: Sequence[Row], about: Mapping[str, Any]) -> None:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     columns = list(dict.fromkeys(key for row in rows for key in row))
     arrays = {}
@@ -154,20 +166,12 @@ def write_trials(path: Path, rows: Sequence[Row], about: Mapping[str, Any]) -> N
             values = [None if v is None else json.dumps(v) for v in values]
         arrays[name] = pa.array(values)
     table = pa.table(arrays).replace_schema_metadata({"fedbraid": json.dumps({**about, "format": FORMAT})})
-    partial = path.with_suffix(".partial")
-    pq.write_table(table, partial)
-    os.replace(partial, path)  # atomic: a reader sees the old file or the new one
+    write_table(path, table)
 
 
 def read_trials(path: Path) -> list[Row]:
     """The rows of a ``trials.parquet``."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        table = pq.read_table(path)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise ConfigError(f"cannot read the trials in {path}: {error}") from None
+    table = read_table(path)
     about = json.loads((table.schema.metadata or {}).get(b"fedbraid", b"{}"))
     if about.get("format") != FORMAT:
         raise ConfigError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from fedbraid import files
 from fedbraid.core import Algorithm
 from fedbraid.data.federated import FederatedData
 from fedbraid.experiment.config import Config, ConfigError, parse
@@ -118,7 +118,7 @@ def _checkpoints(folder: Path, every: int, asked: Mapping[str, Any]) -> Checkpoi
     if folder.exists() and not (about.is_file() and _same(json.loads(about.read_text(encoding="utf-8")), asked)):
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    about.write_text(json.dumps(asked), encoding="utf-8")
+    files.write_text(about, json.dumps(asked))
     return Checkpoints(folder / "checkpoints", every, resume=True)
 
 
@@ -155,9 +155,8 @@ def _same(kept: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
 
 def _replace(path: Path, write: Callable[[Path], Any]) -> None:
     """Write to a temporary file and rename it: a run that is stopped while it writes keeps the previous file."""
-    temporary = path.with_name(f"part-{path.name}")
-    write(temporary)
-    os.replace(temporary, path)
+    with files.replacing(path) as temporary:
+        write(temporary)
 
 
 # --- reading a result ------------------------------------------------------------------------------------------------

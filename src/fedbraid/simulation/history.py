@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -87,3 +88,7 @@ class History:
         self.evaluations = [{name: column[..., i] for name, column in rows.items()} for i in range(count)]
         load = saved["load"]
         self.steps, self.masked, self.imbalance = int(load["steps"]), int(load["masked"]), float(load["imbalance"])
+
+    def keep_evaluations(self, wanted: Callable[[int], bool]) -> None:
+        """Drop the evaluations of rounds that are not ``wanted``."""
+        self.evaluations = [row for row in self.evaluations if wanted(int(row["round"]))]

@@ -339,6 +339,7 @@ class Points:
         driver, watch = self._driver(values, seed, start, rows)
         if checkpoints is not None:
             driver.checkpoints = checkpoints.folder
+            driver.run = {"seed": seed, "points": numbers.tolist(), **(checkpoints.run or {})}
             watch.resume(driver, checkpoints)
         driver.reserve(rounds)
         schedule = replace(
@@ -431,10 +432,12 @@ class _Watch:
         return row | {SECONDS: np.float64(time.perf_counter() - self.began)}
 
     def resume(self, driver: CompiledRounds, checkpoints: Checkpoints) -> None:
-        """Continue from the newest checkpoint, if there is one. Time is counted on from its last evaluation."""
-        if not checkpoints.resume or not checkpoint.exists(checkpoints.folder):
+        """Continue from the newest good checkpoint, if there is one. Time is counted on from its last evaluation."""
+        place = next(checkpoint.good_ones(checkpoints.folder), None) if checkpoints.resume else None
+        if place is None:
             return
-        driver.restore(*checkpoint.load(checkpoint.latest(checkpoints.folder)))
+        checkpoint.check_run(place, driver.run)
+        driver.restore(*checkpoint.load(place))
         if driver.history.evaluations:
             self.began -= float(driver.history.evaluations[-1][SECONDS])
 

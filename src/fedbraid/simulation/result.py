@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,11 +22,16 @@ PyTree = Any
 
 
 class Checkpoints(NamedTuple):
-    """Where and how often a run is saved; ``resume`` continues from the newest checkpoint in ``folder``."""
+    """Where and how often a run is saved; ``resume`` continues from the newest good checkpoint in ``folder``.
+
+    run: what determines the results, by key, such as the keys of a configuration. A checkpoint with other values is
+        refused. The seed, the cohort and the size of the data are always compared.
+    """
 
     folder: Path
     every: int = 50
     resume: bool = False
+    run: Mapping[str, Any] | None = None
 
 
 class Progress(NamedTuple):

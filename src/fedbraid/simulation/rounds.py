@@ -64,8 +64,8 @@ class CompiledRounds:
     points: number of points that run together; None for a single run, whose arrays have no axis of points.
     sharding: of the server and the client states.
 
-    Attributes to set: scorer is (server) -> scores; checkpoints is the folder of checkpoints; seconds is the time that
-    one compiled call should take.
+    Attributes to set: scorer is (server) -> scores; checkpoints is the folder of checkpoints; run is what determines
+    the results, for checkpoints; seconds is the time that one compiled call should take.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class CompiledRounds:
         self.programs, self.feed, self.history, self.points = programs, feed, history, points
         self.scorer: Callable[[PyTree], dict[str, Any]] | None = None
         self.checkpoints: Path | None = None
+        self.run: dict[str, Any] = {}
         self.seconds = CALL
         self.program = programs(feed.plan)
         self.sharding = replicated(feed.mesh) if sharding is None else sharding
@@ -258,7 +259,7 @@ class CompiledRounds:
             "plan": np.frombuffer(json.dumps(self.feed.plan.record()).encode(), np.uint8),
             **self.history.export(),
         }
-        checkpoint.save(self.checkpoints, self.done, tree)
+        checkpoint.save(self.checkpoints, self.done, tree, run=self.run)
 
     def restore(self, done: int, tree: dict[str, Any]) -> None:
         """Continue from a checkpoint."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from fedbraid.simulation.placement import Placement, place_run
 from fedbraid.simulation.program import Task, compile_rounds
 from fedbraid.simulation.result import Checkpoints, Info, Progress, Result
 from fedbraid.simulation.rounds import CALL, LOOK, WINDOW, CompiledRounds, Start
+from fedbraid.simulation.states import damage
 
 __all__ = ["check_cohort", "federated_data", "simulate"]
 
@@ -83,8 +85,14 @@ def simulate(
     check_padding(losses, alg, params, task.data.train)
     _notice_unused_state(alg, params, task.data.train.num_clients, rounds, size)
 
-    saved = _saved(checkpoints)
     beside = None if checkpoints is None else checkpoints.folder.with_name("states")
+    split = task.data.train
+    run = {"seed": seed, "cohort": size, "clients": split.num_clients, "examples": split.num_examples}
+    if checkpoints is not None:
+        run |= dict(checkpoints.run or {})
+    saved = _saved(checkpoints, run, [p for p in (how.states_folder, beside) if p], lambda: alg.init_client(params))
+    if saved is not None and saved[0] > rounds:
+        raise ValueError(f"rounds = {rounds}, but the checkpoint to resume from is already after round {saved[0]}")
     placement = place_run(alg, params, task.data, how, size, beside)
     if saved is not None:
         placement = placement.resumed(how, saved[1])
@@ -92,17 +100,19 @@ def simulate(
     driver = compiled_rounds(task, params, placement, how, traffic, rounds=rounds, seed=seed)
     driver.seconds = CALL if on_progress is None else LOOK
     if checkpoints is not None:
-        driver.checkpoints = checkpoints.folder
+        driver.checkpoints, driver.run = checkpoints.folder, run
     if metrics is not None:
         driver.scorer = _scorer(metrics, task, how)
-    if saved is not None:
-        driver.restore(*saved)
-    del saved  # frees a copy of all states
     schedule = Schedule(
         rounds,
         None if metrics is None else eval_every or rounds,
         None if checkpoints is None else checkpoints.every,
     )
+    if saved is not None:
+        driver.restore(*saved)
+        # a run that had fewer rounds evaluated its last one
+        driver.history.keep_evaluations(schedule.evaluates)
+    del saved  # frees a copy of all states
     driver.reserve(rounds)
     began = time.perf_counter()
 
@@ -168,13 +178,37 @@ def _notice_unused_state(alg: Algorithm, params: PyTree, population: int, rounds
         )
 
 
-def _saved(checkpoints: Checkpoints | None) -> tuple[int, dict[str, Any]] | None:
-    """The newest checkpoint, if the run is to be resumed."""
+def _saved(
+    checkpoints: Checkpoints | None, run: dict[str, Any], places: list[Path], first: Callable[[], PyTree]
+) -> tuple[int, dict[str, Any]] | None:
+    """The newest good checkpoint, if the run is to be resumed; None: start from the first round.
+
+    run: what determines the results. places: folders that may hold client states. first: returns a client's first
+    state.
+    """
     if checkpoints is None or not checkpoints.resume:
         return None
-    saved = checkpoint.load(checkpoint.latest(checkpoints.folder))
-    hosts.same(str(saved[0]), "checkpoints (they do not see the same run folder)")
-    return saved
+    if hosts.is_first():
+        checkpoint.drop_partial(checkpoints.folder)
+    found, problem = None, None
+    for place in checkpoint.good_ones(checkpoints.folder):
+        checkpoint.check_run(place, run)
+        found = checkpoint.load(place)
+        states = found[1]["states"] or {}
+        problem = damage(states, places, first()) if "records" in states else None
+        if problem is None:
+            break
+        found = None
+        notice(f"the checkpoint {place} is not used: {problem}")
+    if found is None and problem is not None:
+        raise checkpoint.CheckpointError(
+            f"{problem}. No checkpoint has all its client states: delete {checkpoints.folder}, then resume to start "
+            "the run from its first round"
+        )
+    if found is None:
+        notice(f"there is no good checkpoint in {checkpoints.folder}: the run starts from its first round")
+    hosts.same(str(0 if found is None else found[0]), "checkpoints (they do not see the same run folder)")
+    return found
 
 
 def _result(driver: CompiledRounds, alg: Algorithm, placement: Placement, traffic: Cost) -> Result:
