@@ -57,7 +57,7 @@ def write_run(
         declared=declared,
         finished=finished,
         diverged=has_diverged(served.history, {}, served.params),  # without evaluations: nan if no client answered
-        engine={"plan": "flower", "clients": len(served.nodes), "counts": served.counts},
+        engine={"plan": "flower", "clients": len(served.nodes), "counts": served.counts, "secure": served.secure},
         params_sha256=runfolder.params_sha256(served.params),
         out=str(out),
     )

@@ -1,0 +1,207 @@
+"""The server's side of secure aggregation: the four messages of an exchange, and the sum that they give."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+from flwr.app import Message
+
+from fedbraid.costs import nbytes
+from fedbraid.flower import wire
+from fedbraid.flower.aggregate import Summed
+from fedbraid.flower.asking import POLL, Asked, Desk
+from fedbraid.flower.pack import MessageError, layout_of, records
+from fedbraid.flower.policy import TooFewError
+from fedbraid.flower.post import Letter
+from fedbraid.flower.secure.messages import DEAL, KEYS, OPEN, RECORD, Call, Done, read_tree
+from fedbraid.flower.wire import content, read_plain
+from fedbraid.masking import Secure, sizes
+from fedbraid.masking.fixed_point import check_leaves, decode, decode_tree
+from fedbraid.masking.keys import KEY, check_public
+from fedbraid.masking.sizes import Summand
+from fedbraid.masking.unmask import Dealt, UnmaskError, unmask
+from fedbraid.notices import notice
+
+__all__ = ["SecureRounds", "Step"]
+
+PyTree = Any
+COMPRESSED = 0.9  # an upload smaller than this share of its decoded form counts as compressed
+
+
+class Step(NamedTuple):
+    """One message of a secure exchange to several clients.
+
+    down, up: arrays or shapes of the message to each client, and of its answer.
+    """
+
+    name: str  # of the Flower action
+    up: PyTree
+    read: Callable[[dict[str, np.ndarray]], Any]
+    down: Callable[[int], PyTree]  # (client) -> arrays
+
+
+class SecureRounds:
+    """Collects the sum of the uploads of an exchange, without seeing single ones."""
+
+    def __init__(self, secure: Secure, summands: Iterable[tuple[str, PyTree, Summand]], desk: Desk) -> None:
+        """summands: of each exchange its name, the shapes of an upload, and what a client adds to the sum."""
+        self.secure, self.desk = secure, desk
+        self.need = max(secure.threshold, desk.policy.minimum)
+        self.summands = []
+        for name, up, summand in summands:
+            check_leaves(summand.lifted, f"exchange {name!r}")
+            if nbytes(up) < COMPRESSED * nbytes(summand.lifted):
+                notice(
+                    f"exchange {name!r}: uploads are compressed to {nbytes(up):,} bytes, but masked uploads are not "
+                    f"({nbytes(sizes.mask_up(secure, summand)):,} bytes): clients send the sum's decoded entries"
+                )
+            self.summands.append(summand)
+
+    def collect(
+        self, index: int, order: Callable[[str], Asked], draw: Callable[[], list[int]]
+    ) -> tuple[Asked, list[int], Summed | None]:
+        """Run one exchange; returns the request for uploads, the cohort, and the sum; None if there are too few.
+
+        order: (suffix of the tag) -> the exchange's own request. draw: the clients to ask. With the policy "wait", an
+        exchange with too few clients is repeated, with new keys.
+        """
+        desk, policy, began, attempt = self.desk, self.desk.policy, time.monotonic(), 0
+        notes: list[str] = []
+        tally: Counter = Counter()
+        while True:
+            cohort = draw()
+            asked = order(f"-{attempt}" if attempt else "")._replace(minimum=self.need, notes=notes, tally=tally)
+            asked, summed = self.attempt(index, asked, cohort)
+            if summed is not None or policy.too_few != "wait" or desk.roster.lost:
+                return asked, cohort, summed
+            if time.monotonic() - began > policy.patience:
+                raise TooFewError(desk.shortage(asked, f"{policy.patience:g} s, the policy's patience"))
+            desk.roster.greet()
+            desk.listen(None)
+            time.sleep(POLL[1])
+            attempt += 1
+
+    def attempt(self, index: int, asked: Asked, cohort: list[int]) -> tuple[Asked, Summed | None]:
+        """The four messages. Clients that do not answer one are not sent the next."""
+        secure, tag = self.secure, asked.tag
+        run = self.desk.roster.terms.run
+        keys = self.ask(asked, Step(KEYS, sizes.keys_up(), _read_keys, lambda client: {}), cohort)
+        if not self.enough(asked, keys, "sent keys"):
+            return asked, None
+        table = {"clients": np.array(sorted(keys), np.int32), "keys": np.stack([_array(keys[i]) for i in sorted(keys)])}
+        step = Step(DEAL, sizes.deal_up(len(keys)), lambda found: found, lambda client: table)
+        dealt = self.ask(asked, step, sorted(keys))
+        if not self.enough(asked, dealt, "dealt shares"):
+            return asked, None
+        members = sorted(dealt)
+        boxes = {i: _boxes(i, sorted(keys), found["shares"]) for i, found in dealt.items()}
+        masked = self.uploads(index, asked, members, boxes)
+        if not self.enough(asked, masked, "sent masked uploads"):
+            return asked, None
+        survivors = {"clients": np.array(sorted(masked), np.int32)}
+        step = Step(OPEN, sizes.open_up(len(members)), lambda found: found["shares"], lambda client: survivors)
+        opened = self.ask(asked, step, sorted(masked))
+        if not self.enough(asked, opened, "helped to unmask the sum"):
+            return asked, None
+        known = {i: Dealt(keys[i], dealt[i]["commitment"].tobytes()) for i in members}
+        shares = {i: dict(zip(members, (row.tobytes() for row in rows), strict=True)) for i, rows in opened.items()}
+        words = {i: (found["body"], found["head"]) for i, found in masked.items()}
+        try:
+            body, head = unmask(secure, f"{run}/{tag}", known, words, shares)
+        except UnmaskError as error:
+            asked.notes.append(f"the uploads cannot be unmasked: {error}")
+            return asked, None
+        asked.uploads.update(masked)
+        return asked, self.total(index, body, head, len(masked))
+
+    def total(self, index: int, body: np.ndarray, head: np.ndarray, count: int) -> Summed:
+        """The sum in the reducer's form, with the weighted means of the metrics."""
+        summand = self.summands[index]
+        weight, *rest = decode(self.secure.weights, head).tolist()
+        means = {
+            name: top / below if below > 0 else float("nan")
+            for name, top, below in zip(summand.metrics, rest[::2], rest[1::2], strict=True)
+        }
+        return Summed(decode_tree(self.secure.codec, body, summand.lifted), weight, count, means)
+
+    def enough(self, asked: Asked, answers: dict[int, Any], what: str) -> bool:
+        if len(answers) >= self.need:
+            return True
+        asked.notes.append(f"secure aggregation: {len(answers)} clients {what}, at least {self.need} must")
+        return False
+
+    # -- single messages
+
+    def ask(self, asked: Asked, step: Step, clients: list[int]) -> dict[int, Any]:
+        """Send a step to the clients; returns the answers."""
+        run, tag = self.desk.roster.terms.run, asked.tag
+
+        def letter(client: int, node: int) -> Letter:
+            words = content(Call(run, tag, client), records(step.down(client)))
+            return Letter(node, client, f"query.{step.name}", words)
+
+        return self.send(asked._replace(tag=f"{tag}.{step.name}", letter=letter), step, clients)
+
+    def uploads(
+        self, index: int, asked: Asked, members: list[int], boxes: dict[int, dict[int, np.ndarray]]
+    ) -> dict[int, Any]:
+        """Send the exchange's own message with the shares for each client; returns the masked uploads."""
+        down = asked.letter(members[0], 0).content
+        size = sum(len(array.data) for record in down.array_records.values() for array in record.values())
+
+        def shares(client: int) -> PyTree:
+            others = [i for i in members if i != client]
+            rows = np.stack([boxes[i][client] for i in others])
+            return {"clients": np.array(others, np.int32), "shares": rows}
+
+        def letter(client: int, node: int) -> Letter:
+            whole = asked.letter(client, node)
+            whole.content[RECORD] = records(shares(client))
+            return whole
+
+        step = Step("", sizes.mask_up(self.secure, self.summands[index]), lambda found: found, shares)
+        return self.send(asked._replace(letter=letter), step, members, extra=size)
+
+    def send(self, asked: Asked, step: Step, clients: list[int], *, extra: int = 0) -> dict[int, Any]:
+        here = [client for client in clients if client in self.desk.roster.clients]
+        for client in sorted(set(clients) - set(here)):
+            asked.notes.append(f"client {client} left out, missing: its node is gone")
+            asked.tally["missing"] += 1
+        tag = asked.tag.removesuffix(f".{step.name}")
+
+        def read(message: Message) -> Any:
+            done = read_plain(message, Done)
+            if done.tag != tag:
+                raise MessageError(f"it answers request {done.tag!r}, but the current request is {tag!r}")
+            return step.read(read_tree(step.up, wire.arrays_in(message)))
+
+        wanted = layout_of(step.up)
+        one = asked._replace(read=read, wanted=wanted, minimum=0, uploads={}, awaited={})
+        self.desk.collect(one, here)
+        asked.tally["arrays_down"] += sum(nbytes(step.down(client)) + extra for client in here)
+        asked.tally["arrays_up"] += len(one.uploads) * wanted.nbytes
+        return one.uploads
+
+    def columns(self, asked: Asked) -> dict[str, float]:
+        """Bytes of arrays of an exchange, as `fedbraid.cost` counts them: columns of the history."""
+        return {f"bytes_{way}": float(asked.tally[f"arrays_{way}"]) for way in ("down", "up")}
+
+
+def _array(data: bytes) -> np.ndarray:
+    return np.frombuffer(data, np.uint8)
+
+
+def _read_keys(found: dict[str, np.ndarray]) -> bytes:
+    keys = found["keys"].tobytes()
+    for half in (keys[:KEY], keys[KEY:]):
+        check_public(half)
+    return keys
+
+
+def _boxes(sender: int, clients: list[int], shares: np.ndarray) -> dict[int, np.ndarray]:
+    """By receiver, the sealed shares of one sender."""
+    return dict(zip([i for i in clients if i != sender], shares, strict=True))

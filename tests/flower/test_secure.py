@@ -1,0 +1,316 @@
+"""Secure aggregation in process, over Flower's messages: the same runs as without, and what each side refuses."""
+
+import copy
+import functools
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedbraid import cost, fedavg, transforms
+from fedbraid.flower import InProcessGrid, Policy, Secure, TooFewError, client_app, schema_of, serve, server_app
+from fedbraid.flower.wire import PLAIN, array_bytes, is_refusal
+from fedbraid.transforms.uploads import norm
+from flower.small import SPLIT, close, deploy, grid_of, load
+from shared_programs import RAGGED
+from told import told
+from zoo import ROWS, loss, start
+
+SECURE = Secure(clients=5)
+ALG = fedavg(loss, client_lr=0.05, batch_size=2)
+QUICK = Policy(deadline=0.05, join=0.5)
+PHASES = {"query.secure_keys": "keys", "query.secure_deal": "deal", "query.secure_open": "open"}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The nodes' markers of answered steps."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def phase_of(message):
+    """(round, exchange, phase, client) of a message of an exchange; None for a greeting."""
+    plain, kind = message.content[PLAIN], message.metadata.message_type
+    if "tag" not in plain:
+        return None
+    round_, exchange, _ = str(plain["tag"]).split(".", 2)
+    return int(round_), int(exchange), PHASES.get(kind, "upload"), plain["client"]
+
+
+def dying(deaths):
+    """Lose the replies of clients from a phase of an exchange on: {(round, exchange): {client: phase}}."""
+    order = ("keys", "deal", "upload", "open")
+
+    def tamper(message, reply):
+        found = phase_of(message)
+        if found is None:
+            return reply
+        round_, exchange, phase, client = found
+        death = deaths.get((round_, exchange), {}).get(client)
+        return None if death is not None and order.index(phase) >= order.index(death) else reply
+
+    return tamper
+
+
+@functools.cache
+def app_of(alg, secure, x64):
+    return client_app(alg, start(), load, cache=False, fingerprint="zoo", secure=secure)
+
+
+def secure_grid(alg, secure=SECURE, **options):
+    """Grids of one algorithm share its compiled programs."""
+    app = app_of(alg, secure, jax.config.jax_enable_x64)
+    return InProcessGrid(app, {100 + i: {"partition-id": i} for i in range(SPLIT.num_clients)}, **options)
+
+
+DEATHS = {(0, 0): {2: "upload"}, (1, 0): {0: "deal"}, (2, 0): {4: "open"}, (1, 1): {3: "keys"}}
+COUNTED = {key: {c: p for c, p in dead.items() if p != "open"} for key, dead in DEATHS.items()}
+
+
+@pytest.mark.parametrize(
+    "name", ["fedavg", "scaffold", "mime", "fedadam", "transform:elastic", "transform:adaptive_clip"]
+)
+def test_a_secure_run_is_the_run_without_to_fixed_point_rounding(name, x64):
+    """One client dies in each round: before its shares, before its upload, or after it (then its upload counts)."""
+    alg = ROWS[name].make(**RAGGED)
+    plain = deploy(alg, grid_of(alg, name="zoo", tamper=dying(COUNTED)), rounds=3, fingerprint="zoo", policy=QUICK)
+    grid = secure_grid(alg, tamper=dying(DEATHS))
+    served = deploy(alg, grid, rounds=3, fingerprint="zoo", policy=QUICK, secure=SECURE)
+    # a sum of five uploads is wrong by at most 5 half units; three rounds amplify that by far less than 1000
+    close(served.params, plain.params, 1000 * SECURE.codec.unit)
+    close(served.server, plain.server, 1000 * SECURE.codec.unit)
+    first = alg.exchanges[0].name
+    assert served.history[f"{first}/arrived"].tolist() == [4, 4, 5]
+    assert served.counts["missing"] == 3 + (len(alg.exchanges) > 1)
+    for column in plain.history:
+        if column.split("/")[-1] in ("loss", "arrived", "asked"):
+            np.testing.assert_allclose(served.history[column], plain.history[column], rtol=1e-6)
+    assert served.secure == SECURE.name
+    last = [{client: tag.rpartition(".")[0] for client, tag in one.taken.items()} for one in (served, plain)]
+    assert last[0] == last[1]  # clients and server agree on which uploads count
+
+
+@pytest.mark.parametrize("name", ["transform:dp", "transform:quantize"])
+def test_noise_of_clients_and_codes_go_through(name, x64):
+    """Noise is added before the masks; codes are decoded by the client, which is said."""
+    options = {"where": "clients"} if name == "transform:dp" else {}
+    alg = ROWS[name].make(**RAGGED, **options)
+    plain = deploy(alg, grid_of(alg, name="zoo"), rounds=2, fingerprint="zoo", policy=QUICK)
+    run = lambda: deploy(alg, secure_grid(alg), rounds=2, fingerprint="zoo", policy=QUICK, secure=SECURE)  # noqa: E731
+    if name == "transform:quantize":
+        with told("masked uploads are not"):
+            served = run()
+    else:
+        served = run()
+    close(served.params, plain.params, 1000 * SECURE.codec.unit)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("fedavg", 64), ("mime", 32)])
+def test_cost_counts_the_bytes_that_are_sent(name, bits):
+    alg, secure = ROWS[name].make(**RAGGED), Secure(clients=5, bits=bits, bound=1000.0)
+    grid = secure_grid(alg, secure)
+    served = deploy(alg, grid, rounds=1, fingerprint="zoo", secure=secure)
+    expected = cost(alg, start(), SPLIT, secure=secure)
+    for index, exchange in enumerate(expected.exchanges):
+        ids = {m.metadata.message_id for m in grid.sent if (at := phase_of(m)) and at[1] == index}
+        assert len(ids) == 4 * 5
+        down = sum(array_bytes(m) for m in grid.sent if m.metadata.message_id in ids)
+        up = sum(array_bytes(m) for m in grid.received if m.metadata.reply_to_message_id in ids)
+        assert (down, up) == (5 * exchange.down, 5 * exchange.up)
+        row = {column: float(served.history[f"{exchange.name}/{column}"][0]) for column in ("bytes_down", "bytes_up")}
+        assert row == {"bytes_down": down, "bytes_up": up}
+    bare = cost(alg, start(), SPLIT)
+    assert expected.up > bare.up
+    assert expected.down > bare.down
+
+
+def test_the_server_gets_no_single_upload_weight_metric_or_number_of_examples():
+    grid = secure_grid(ALG)
+    lines = []
+    deploy(ALG, grid, rounds=1, fingerprint="zoo", secure=SECURE, say=lines.append)
+    assert "at least 4 of 5 clients" in lines[0]
+    for message in grid.received:
+        assert set(message.content) <= {PLAIN, "arrays"}
+        plain = message.content[PLAIN]
+        assert set(plain) == {"tag"} or plain["examples"] == 0
+    replies = {m.metadata.reply_to_message_id: m for m in grid.received}
+    ups = [replies[m.metadata.message_id] for m in grid.sent if (at := phase_of(m)) and at[2] == "upload"]
+    words = [np.frombuffer(m.content["arrays"]["uint64"].data, np.uint64) for m in ups]
+    assert len(words) == 5
+    # one of 2^64 values each: an entry below 2^56 would be one in 256 by chance, a plain one always is
+    assert sum(int(w.min() > 2**56 and w.max() < 2**64 - 2**56) for w in words) >= 1
+    assert len(np.unique(np.concatenate(words))) == sum(map(len, words))
+
+
+# --- too few, and repetition
+
+
+def two_die(phase, attempts=("",)):
+    def tamper(message, reply):
+        found = phase_of(message)
+        if found is None or found[2] != phase or found[3] not in (1, 3):
+            return reply
+        suffix = str(message.content[PLAIN]["tag"]).partition("-")[2]
+        return None if suffix in attempts else reply
+
+    return tamper
+
+
+def run_once(tamper=None, **policy):
+    policy = Policy(deadline=0.05, join=0.5, **policy)
+    grid = secure_grid(ALG, tamper=tamper)
+    return deploy(ALG, grid, rounds=1, fingerprint="zoo", secure=SECURE, policy=policy, say=lambda line: None)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The run in which nobody dies."""
+    return run_once()
+
+
+@pytest.mark.parametrize("phase", ["keys", "deal", "upload", "open"])
+def test_below_the_threshold_a_round_is_skipped_or_repeated_with_new_keys(phase, whole):
+    """Two of five die where four are needed."""
+    skipped = run_once(two_die(phase))
+    assert skipped.history["skipped"].tolist() == [1]
+    assert skipped.taken == {}
+    close(skipped.params, start(), 0)
+    again = run_once(two_die(phase), too_few="wait")
+    close(again.params, whole.params, 0)  # sums of integers: the same bits
+    assert {tag.partition("-")[2] for tag in again.taken.values()} == {"1"}
+
+
+def test_below_the_threshold_a_run_ends_if_its_policy_says_so():
+    with pytest.raises(TooFewError, match=r"at least 4 are needed(?s:.*)3 clients helped to unmask"):
+        run_once(two_die("open"), too_few="abort")
+    with pytest.raises(TooFewError, match=r"patience; at least 4 are needed(?s:.*)3 clients dealt shares"):
+        run_once(two_die("deal", ("", "1", "2", "3")), too_few="wait", patience=0.3)
+
+
+def test_a_client_whose_upload_cannot_be_summed_leaves_itself_out():
+    """Not finite, or larger than the bound: the server could not see it in a sum."""
+
+    def wrong(context):
+        arrays = load(context)
+        if context.node_config["partition-id"] == 3:
+            arrays = arrays | {"y": np.full_like(arrays["y"], 1e30)}
+        return arrays
+
+    def grid_with(secure):
+        app = client_app(ALG, start(), wrong, cache=False, fingerprint="zoo", secure=secure)
+        return InProcessGrid(app, {100 + i: {"partition-id": i} for i in range(5)})
+
+    plain = deploy(ALG, grid_of(ALG, name="zoo", tamper=dying({(0, 0): {3: "keys"}})), rounds=1, fingerprint="zoo")
+    lines = []
+    served = deploy(ALG, grid_with(SECURE), rounds=1, fingerprint="zoo", secure=SECURE, say=lines.append)
+    close(served.params, plain.params, 1e-6)
+    assert served.counts["refused"] == 1
+    (note,) = [line for line in lines if "left out" in line]
+    assert "client 3" in note
+    assert "sends no" in note
+    assert "1e+30" not in note
+    tight = Secure(clients=5, bound=1e-6)
+    policy = QUICK._replace(too_few="abort")
+    with pytest.raises(TooFewError, match=r"larger than the bound 1e-06; a larger bound"):
+        deploy(ALG, grid_with(tight), rounds=1, fingerprint="zoo", secure=tight, policy=policy)
+
+
+# --- what is refused before a run
+
+
+@pytest.mark.parametrize("name", ["transform:median", "transform:krum", "transform:norm_bound", "admit_if"])
+def test_rules_that_need_single_uploads_are_refused_on_both_sides(name):
+    alg = transforms.admit_if(ALG, lambda up: norm(up) < 9.0) if name == "admit_if" else ROWS[name].make()
+    schema = {"schema": schema_of(SPLIT.arrays), "rounds": 1, "population": 5, "secure": SECURE}
+    with pytest.raises(ValueError, match="only sums"):
+        client_app(alg, start(), load, secure=SECURE)
+    with pytest.raises(ValueError, match="only sums"):
+        server_app(alg, start(), **schema)
+    with pytest.raises(ValueError, match="only sums"):
+        serve(alg, start(), grid_of(ALG), **schema)
+    with pytest.raises(ValueError, match=r"secure\.clients must be the cohort's size 3, got 5"):
+        server_app(ALG, start(), **schema, cohort=3)
+
+
+def test_evaluations_on_clients_are_not_masked_which_is_said():
+    def metrics(params, batch):
+        return {"error": (jnp.abs(batch["x"] @ params["w"] - batch["y"]), batch["mask"])}
+
+    app = client_app(ALG, start(), load, cache=False, metrics=metrics, load_test=load, secure=SECURE)
+    grid = InProcessGrid(app, {100 + i: {"partition-id": i} for i in range(5)})
+    with told("not evaluations"):
+        deploy(ALG, grid, rounds=1, secure=SECURE, metrics=metrics)
+
+
+# --- a server that does not keep to the protocol
+
+
+def test_sites_and_servers_with_other_settings_do_not_work_together():
+    other = Secure(clients=5, threshold=3)
+    for ours, theirs in ((SECURE, None), (None, SECURE), (SECURE, other)):
+        lines = []
+        grid = secure_grid(ALG, theirs)
+        with pytest.raises(TooFewError, match="secure-"):
+            deploy(ALG, grid, rounds=1, fingerprint="zoo", secure=ours, policy=QUICK, say=lines.append)
+
+
+def test_a_site_sends_no_upload_without_masks():
+    """The server has the sites' fingerprint, but asks for plain uploads."""
+    grid = secure_grid(ALG)
+    lines = []
+    name = f"zoo+{SECURE.name}"
+    served = deploy(ALG, grid, rounds=1, fingerprint=name, policy=QUICK, say=lines.append)
+    assert served.counts["refused"] == 5
+    assert any("no upload without masks" in line for line in lines)
+    assert not any(array_bytes(m) for m in grid.received)
+
+
+def test_every_step_is_answered_once_even_to_two_requests_at_the_same_time():
+    """A second request after the first, and one that another process gets before the first one is stored."""
+    grid = secure_grid(ALG)
+    handle, seen = grid._handle, []
+
+    def twice(node, message):
+        before = copy.deepcopy(grid.contexts[node])
+        reply = handle(node, message)
+        if (at := phase_of(message)) and at[2] != "keys" and at[3] == 2:
+            again = handle(node, message)
+            after = grid.contexts[node]
+            grid.contexts[node] = before
+            raced = handle(node, message)
+            grid.contexts[node] = after
+            assert is_refusal(again)
+            assert is_refusal(raced)
+            seen.append((at[2], str(again.content[PLAIN]["refused"]), str(raced.content[PLAIN]["refused"])))
+        return reply
+
+    grid._handle = twice
+    deploy(ALG, grid, rounds=1, fingerprint="zoo", secure=SECURE)
+    assert [phase for phase, *_ in seen] == ["deal", "upload", "open"]
+    assert all("already answered" in raced for *_, raced in seen)
+    assert not [key for key in grid.contexts[102].state if "secure" in key]  # the secrets are forgotten
+
+
+@pytest.mark.parametrize("many", [1, 3])
+def test_a_server_cannot_choose_fewer_survivors_than_the_threshold(many):
+    """It changes the list in the last message; every client refuses."""
+    grid = secure_grid(ALG)
+    push = grid.push_messages
+
+    def fewer(messages):
+        messages = list(messages)
+        for message in messages:
+            if message.metadata.message_type == "query.secure_open":
+                array = message.content["arrays"]["int32"]
+                array.data = np.frombuffer(array.data, np.int32)[:many].tobytes()
+                array.shape = (many,)
+        return push(messages)
+
+    grid.push_messages = fewer
+    lines = []
+    served = deploy(ALG, grid, rounds=1, fingerprint="zoo", secure=SECURE, policy=QUICK, say=lines.append)
+    assert served.history["skipped"].tolist() == [1]
+    assert any(f"{many} clients sent masked uploads; from 4 to 5 must" in line for line in lines)
+    assert jax.tree.all(jax.tree.map(np.array_equal, served.params, start()))
