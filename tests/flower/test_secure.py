@@ -1,68 +1,43 @@
 """Secure aggregation in process, over Flower's messages: the same runs as without, and what each side refuses."""
 
 import copy
-import functools
+import json
 import tempfile
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-from fedbraid import cost, fedavg, transforms
-from fedbraid.flower import InProcessGrid, Policy, Secure, TooFewError, client_app, schema_of, serve, server_app
+from fedbraid import cost, transforms
+from fedbraid.experiment.config import ConfigError
+from fedbraid.flower import (
+    InProcessGrid,
+    Policy,
+    Secure,
+    TooFewError,
+    client_app,
+    load_federation,
+    schema_of,
+    serve,
+    server_app,
+)
 from fedbraid.flower.wire import PLAIN, array_bytes, is_refusal
 from fedbraid.transforms.uploads import norm
+from flower.masked import ALG, SECURE, dying, phase_of, secure_grid
 from flower.small import SPLIT, close, deploy, grid_of, load
 from shared_programs import RAGGED
 from told import told
-from zoo import ROWS, loss, start
+from zoo import ROWS, start
 
-SECURE = Secure(clients=5)
-ALG = fedavg(loss, client_lr=0.05, batch_size=2)
 QUICK = Policy(deadline=0.05, join=0.5)
-PHASES = {"query.secure_keys": "keys", "query.secure_deal": "deal", "query.secure_open": "open"}
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """The nodes' markers of answered steps."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-
-def phase_of(message):
-    """(round, exchange, phase, client) of a message of an exchange; None for a greeting."""
-    plain, kind = message.content[PLAIN], message.metadata.message_type
-    if "tag" not in plain:
-        return None
-    round_, exchange, _ = str(plain["tag"]).split(".", 2)
-    return int(round_), int(exchange), PHASES.get(kind, "upload"), plain["client"]
-
-
-def dying(deaths):
-    """Lose the replies of clients from a phase of an exchange on: {(round, exchange): {client: phase}}."""
-    order = ("keys", "deal", "upload", "open")
-
-    def tamper(message, reply):
-        found = phase_of(message)
-        if found is None:
-            return reply
-        round_, exchange, phase, client = found
-        death = deaths.get((round_, exchange), {}).get(client)
-        return None if death is not None and order.index(phase) >= order.index(death) else reply
-
-    return tamper
-
-
-@functools.cache
-def app_of(alg, secure, x64):
-    return client_app(alg, start(), load, cache=False, fingerprint="zoo", secure=secure)
-
-
-def secure_grid(alg, secure=SECURE, **options):
-    """Grids of one algorithm share its compiled programs."""
-    app = app_of(alg, secure, jax.config.jax_enable_x64)
-    return InProcessGrid(app, {100 + i: {"partition-id": i} for i in range(SPLIT.num_clients)}, **options)
 
 
 DEATHS = {(0, 0): {2: "upload"}, (1, 0): {0: "deal"}, (2, 0): {4: "open"}, (1, 1): {3: "keys"}}
@@ -100,7 +75,7 @@ def test_noise_of_clients_and_codes_go_through(name, x64):
     plain = deploy(alg, grid_of(alg, name="zoo"), rounds=2, fingerprint="zoo", policy=QUICK)
     run = lambda: deploy(alg, secure_grid(alg), rounds=2, fingerprint="zoo", policy=QUICK, secure=SECURE)  # noqa: E731
     if name == "transform:quantize":
-        with told("masked uploads are not"):
+        with told("compression saves nothing"):
             served = run()
     else:
         served = run()
@@ -314,3 +289,44 @@ def test_a_server_cannot_choose_fewer_survivors_than_the_threshold(many):
     assert served.history["skipped"].tolist() == [1]
     assert any(f"{many} clients sent masked uploads; from 4 to 5 must" in line for line in lines)
     assert jax.tree.all(jax.tree.map(np.array_equal, served.params, start()))
+
+
+# --- the app's configuration
+
+
+def cli(*words):
+    from fedbraid.cli.app import make_app
+
+    return CliRunner().invoke(make_app(), [str(word) for word in words])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from libraries that Flower uses
+def test_an_apps_section_turns_it_on(tmp_path):
+    settings = [word for one in ("data.clients=6", "cohort=5", "model.hidden=[4]") for word in ("--set", one)]
+    made = cli("deploy", "init", tmp_path / "app", *settings, "--secure")
+    assert made.exit_code == 0, made.output
+    place = tmp_path / "app" / "federation"
+    assert load_federation(place).secure == SECURE
+    text = (place / "federation.toml").read_text()
+    for section, word in (
+        ("threshold = 0.3", "more than half"),
+        ("threshold = 0", "at least 2, got 0"),
+        ("threshold = false", "at least 2"),
+        ("threshold = 'all'", "threshold"),
+        ("bits = 8", "bits"),
+        ("seed = 1", "unknown key 'seed'"),
+    ):
+        (place / "federation.toml").write_text(f"{text.partition('[secure]')[0]}[secure]\n{section}\n")
+        with pytest.raises(ConfigError, match=word):
+            load_federation(place)
+    (place / "federation.toml").write_text(f"{text.partition('[secure]')[0]}[secure]\nthreshold = 0.6\n")
+    assert load_federation(place).secure == Secure(clients=5, threshold=3)
+    (place / "federation.toml").write_text(text.partition("[secure]")[0])
+    assert load_federation(place).secure is None
+    krum = cli("deploy", "init", tmp_path / "other", *settings, "--set", 'transforms=[{name="krum"}]', "--secure")
+    assert krum.exit_code != 0
+    assert not (tmp_path / "other").exists()
+    shown = [json.loads(cli("cost", *settings, "--json", *more).stdout) for more in ([], ["--secure", "64"])]
+    assert shown[1]["secure"] == SECURE.name
+    assert shown[0]["secure"] is None
+    assert 1.9 < shown[1]["up"] / shown[0]["up"] < 3.5  # 8 bytes instead of 4, keys and shares

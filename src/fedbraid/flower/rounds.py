@@ -28,13 +28,13 @@ from fedbraid.flower import wire
 from fedbraid.flower.aggregate import Aggregator, Summed, Upload
 from fedbraid.flower.asking import POLL, Asked, Desk
 from fedbraid.flower.evaluate import Sums, are_sums, summary, sums_shapes
-from fedbraid.flower.identity import Messages, Schema, fingerprint, messages_of, schema_to_json, summands_of
+from fedbraid.flower.identity import Messages, Schema, fingerprint, messages_of, schema_to_json, shapes_of_messages
 from fedbraid.flower.pack import Layout, MessageError, check_layout, layout_of, read_records, records
 from fedbraid.flower.policy import Policy, TooFewError
 from fedbraid.flower.post import Letter, Post
 from fedbraid.flower.roster import Roster, Terms
-from fedbraid.flower.secure.messages import check_sums, signed
-from fedbraid.flower.secure.rounds import SecureRounds
+from fedbraid.flower.secure.messages import signed
+from fedbraid.flower.secure.rounds import SecureRounds, secure_rounds
 from fedbraid.flower.states import INIT
 from fedbraid.flower.wire import Answer, Order, Question, Tested, content, read_plain
 from fedbraid.masking import Secure
@@ -162,9 +162,8 @@ class MessageRounds:
         self.desk = Desk(post, self.roster, site.policy, self.counts, say)
         self.secure: SecureRounds | None = None
         if site.secure is not None:
-            check_sums(alg)
-            shapes = summands_of(alg, params, site.schema, site.preprocess)
-            self.secure = SecureRounds(site.secure, shapes, self.desk)
+            shapes = shapes_of_messages(alg, params, site.schema, site.preprocess)
+            self.secure = secure_rounds(site.secure, alg, shapes, self.desk)
         self.durable: dict[int, str] = {}  # the dict ``taken`` of the last checkpoint
         self.restarted = False  # whether server and clients started anew since the last round
         self.durable_first = INIT  # the tag of the clients' first states in the last checkpoint

@@ -86,10 +86,12 @@ class Secure:
         if unknown := sorted(set(table) - known):
             raise ValueError(f"[secure] has the unknown key {unknown[0]!r}; it may have {', '.join(sorted(known))}")
         options = dict(table)
-        threshold = options.get("threshold", 0)
+        threshold = options.get("threshold")
         if isinstance(threshold, float):
             check_number("secure.threshold", threshold, low=0, high=1, open_low=True)
             options["threshold"] = math.ceil(threshold * cohort - 1e-9)
+        elif threshold is not None:
+            check_count("secure.threshold", threshold, low=2)
         if cohort < 2:
             raise ValueError(f"secure aggregation needs a cohort of at least 2 clients, got {cohort}")
         return Secure(cohort, **options)

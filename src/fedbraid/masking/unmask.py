@@ -16,7 +16,14 @@ __all__ = ["Dealt", "UnmaskError", "unmask"]
 
 
 class UnmaskError(ValueError):
-    """The sum cannot be unmasked: there are too few shares, or wrong ones."""
+    """The sum cannot be unmasked: there are too few shares, or wrong ones.
+
+    client: the one whose secrets cannot be restored; None if too few clients took part.
+    """
+
+    def __init__(self, reason: str, client: int | None = None) -> None:
+        super().__init__(reason)
+        self.client = client
 
 
 class Dealt(NamedTuple):
@@ -72,6 +79,7 @@ def _recover(secure: Secure, shares: Mapping[int, int], client: int, what: str, 
     if found is None:
         raise UnmaskError(
             f"the {what} of client {client} cannot be restored from {len(shares)} shares: fewer than "
-            f"{secure.threshold} of them are right"
+            f"{secure.threshold} of them are right",
+            client,
         )
     return found.to_bytes(k.KEY, "big")

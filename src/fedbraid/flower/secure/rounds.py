@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from flwr.app import Message
 
+from fedbraid.core import Algorithm, MessageShapes
 from fedbraid.costs import nbytes
 from fedbraid.flower import wire
 from fedbraid.flower.aggregate import Summed
@@ -17,16 +18,16 @@ from fedbraid.flower.asking import POLL, Asked, Desk
 from fedbraid.flower.pack import MessageError, layout_of, records
 from fedbraid.flower.policy import TooFewError
 from fedbraid.flower.post import Letter
-from fedbraid.flower.secure.messages import DEAL, KEYS, OPEN, RECORD, Call, Done, read_tree
+from fedbraid.flower.secure.messages import DEAL, KEYS, OPEN, RECORD, Call, Done, check_sums, read_tree
 from fedbraid.flower.wire import content, read_plain
 from fedbraid.masking import Secure, sizes
 from fedbraid.masking.fixed_point import check_leaves, decode, decode_tree
 from fedbraid.masking.keys import KEY, check_public
-from fedbraid.masking.sizes import Summand
+from fedbraid.masking.sizes import Summand, summand_of
 from fedbraid.masking.unmask import Dealt, UnmaskError, unmask
 from fedbraid.notices import notice
 
-__all__ = ["SecureRounds", "Step"]
+__all__ = ["SecureRounds", "Step", "secure_rounds"]
 
 PyTree = Any
 COMPRESSED = 0.9  # an upload smaller than this share of its decoded form counts as compressed
@@ -44,22 +45,29 @@ class Step(NamedTuple):
     down: Callable[[int], PyTree]  # (client) -> arrays
 
 
+def secure_rounds(secure: Secure, alg: Algorithm, messages: Iterable[MessageShapes], desk: Desk) -> SecureRounds:
+    """The secure exchanges of an algorithm whose messages have these shapes. Refuses one that needs single uploads."""
+    check_sums(alg)
+    summands = []
+    for exchange, message in zip(alg.exchanges, messages, strict=True):
+        summand = summand_of(exchange, message.up, message.metrics)
+        check_leaves(summand.lifted, f"exchange {exchange.name!r}")
+        sent, masked = nbytes(message.up), nbytes(sizes.mask_up(secure, summand))
+        if sent < COMPRESSED * nbytes(summand.lifted):
+            notice(
+                f"exchange {exchange.name!r}: a compressed upload has {sent:,} bytes, but a masked one {masked:,}: "
+                "sums need decoded entries, so compression saves nothing"
+            )
+        summands.append(summand)
+    return SecureRounds(secure, summands, desk)
+
+
 class SecureRounds:
     """Collects the sum of the uploads of an exchange, without seeing single ones."""
 
-    def __init__(self, secure: Secure, summands: Iterable[tuple[str, PyTree, Summand]], desk: Desk) -> None:
-        """summands: of each exchange its name, the shapes of an upload, and what a client adds to the sum."""
-        self.secure, self.desk = secure, desk
+    def __init__(self, secure: Secure, summands: list[Summand], desk: Desk) -> None:
+        self.secure, self.summands, self.desk = secure, summands, desk
         self.need = max(secure.threshold, desk.policy.minimum)
-        self.summands = []
-        for name, up, summand in summands:
-            check_leaves(summand.lifted, f"exchange {name!r}")
-            if nbytes(up) < COMPRESSED * nbytes(summand.lifted):
-                notice(
-                    f"exchange {name!r}: uploads are compressed to {nbytes(up):,} bytes, but masked uploads are not "
-                    f"({nbytes(sizes.mask_up(secure, summand)):,} bytes): clients send the sum's decoded entries"
-                )
-            self.summands.append(summand)
 
     def collect(
         self, index: int, order: Callable[[str], Asked], draw: Callable[[], list[int]]
@@ -112,16 +120,31 @@ class SecureRounds:
         words = {i: (found["body"], found["head"]) for i, found in masked.items()}
         try:
             body, head = unmask(secure, f"{run}/{tag}", known, words, shares)
+            summed = self.total(index, body, head, len(masked))
         except UnmaskError as error:
             asked.notes.append(f"the uploads cannot be unmasked: {error}")
+            self.exclude(asked, error.client)
             return asked, None
         asked.uploads.update(masked)
-        return asked, self.total(index, body, head, len(masked))
+        return asked, summed
+
+    def exclude(self, asked: Asked, client: int | None) -> None:
+        """Refuse the node of a client that dealt wrong shares, so that it does not stop every exchange."""
+        roster = self.desk.roster
+        if client in roster.clients:
+            node = roster.clients[client].id
+            asked.tally["refused"] += 1
+            asked.notes.append(
+                roster.refuse(node, f"the secrets of client {client} cannot be restored from its shares")
+            )
+            roster.forget(node)
 
     def total(self, index: int, body: np.ndarray, head: np.ndarray, count: int) -> Summed:
         """The sum in the reducer's form, with the weighted means of the metrics."""
         summand = self.summands[index]
         weight, *rest = decode(self.secure.weights, head).tolist()
+        if weight < 0:
+            raise UnmaskError("the sum of the weights is negative: a client sent a wrong masked upload")
         means = {
             name: top / below if below > 0 else float("nan")
             for name, top, below in zip(summand.metrics, rest[::2], rest[1::2], strict=True)
