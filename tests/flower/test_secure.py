@@ -11,6 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fedbraid import cost, transforms
+from fedbraid.core import message_shapes
+from fedbraid.costs import data_shapes
 from fedbraid.experiment.config import ConfigError
 from fedbraid.flower import (
     InProcessGrid,
@@ -23,7 +25,10 @@ from fedbraid.flower import (
     serve,
     server_app,
 )
+from fedbraid.flower.secure.messages import check_sums
 from fedbraid.flower.wire import PLAIN, array_bytes, is_refusal
+from fedbraid.masking.fixed_point import check_leaves
+from fedbraid.masking.sizes import summand_of
 from fedbraid.transforms.uploads import norm
 from flower.masked import ALG, SECURE, dying, phase_of, secure_grid
 from flower.small import SPLIT, close, deploy, grid_of, load
@@ -207,6 +212,21 @@ def test_rules_that_need_single_uploads_are_refused_on_both_sides(name):
         serve(alg, start(), grid_of(ALG), **schema)
     with pytest.raises(ValueError, match=r"secure\.clients must be the cohort's size 3, got 5"):
         server_app(ALG, start(), **schema, cohort=3)
+
+
+def test_all_other_algorithms_and_transforms_are_carried():
+    """Their summands have a fixed-point code. The refused ones are those that the documentation lists."""
+    refused = set()
+    for name, row in ROWS.items():
+        alg = row.make(batch_size=2)
+        try:
+            check_sums(alg)
+        except ValueError:
+            refused.add(name.removeprefix("transform:"))
+            continue
+        for exchange, message in zip(alg.exchanges, message_shapes(alg, start(), data_shapes(SPLIT)), strict=True):
+            check_leaves(summand_of(exchange, message.up, message.metrics).lifted, name)
+    assert refused == {"median", "trimmed_mean", "geometric_median", "krum", "multi_krum", "norm_bound"}
 
 
 def test_evaluations_on_clients_are_not_masked_which_is_said():
