@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flwr.app import Array, ArrayRecord, RecordDict
 from typer.testing import CliRunner
 
 from fedbraid import cost, transforms
@@ -195,6 +196,46 @@ def test_a_client_whose_upload_cannot_be_summed_leaves_itself_out():
     policy = QUICK._replace(too_few="abort")
     with pytest.raises(TooFewError, match=r"larger than the bound 1e-06; a larger bound"):
         deploy(ALG, grid_with(tight), rounds=1, fingerprint="zoo", secure=tight, policy=policy)
+
+
+def with_bytes(reply, data):
+    array = reply.content["arrays"]["uint8"]
+    arrays = ArrayRecord({"uint8": Array("uint8", (len(data),), array.stype, data)})
+    reply.content = RecordDict(dict(reply.content) | {"arrays": arrays})
+    return reply
+
+
+def test_a_client_that_deals_wrong_shares_stops_one_exchange_and_is_refused():
+    """The others notice only when its seed cannot be restored: that round is skipped, the next one goes on without."""
+
+    def tamper(message, reply):
+        at = phase_of(message)
+        size = len(reply.content["arrays"]["uint8"].data) if at and at[2] == "deal" else 0
+        return with_bytes(reply, bytes(size)) if size and at[3] == 2 else reply
+
+    lines = []
+    grid = secure_grid(ALG, tamper=tamper)
+    served = deploy(ALG, grid, rounds=2, fingerprint="zoo", secure=SECURE, policy=QUICK, say=lines.append)
+    assert served.history["train/arrived"].tolist() == [0, 4]
+    assert served.history["skipped"].tolist() == [1, 0]
+    assert served.counts["refused"] == 1
+    assert any("node 102 is refused: the secrets of client 2" in line for line in lines)
+
+
+def test_a_client_that_sends_a_copied_key_is_left_out():
+    """The others would refuse a list with a key twice, and no round would ever end."""
+
+    def tamper(message, reply):
+        at = phase_of(message)
+        if not at or at[2:] != ("keys", 2):
+            return reply
+        own = reply.content["arrays"]["uint8"].data
+        return with_bytes(reply, own[:32] + own[:32])
+
+    grid = secure_grid(ALG, tamper=tamper)
+    served = deploy(ALG, grid, rounds=1, fingerprint="zoo", secure=SECURE, policy=QUICK)
+    assert served.history["train/arrived"].tolist() == [4]
+    assert served.counts["malformed"] == 1
 
 
 # --- what is refused before a run

@@ -373,7 +373,7 @@ class MessageRounds:
         if self.secure is None:
             cohort = draw()
             return cohort, asked, None, self.desk.collect(asked, cohort)
-        asked, cohort, summed = self.secure.collect(index, partial(self.order, index, round_), draw)
+        asked, cohort, summed = self.secure.collect(index, asked, partial(self.order, index, round_), draw)
         return cohort, asked, summed, summed is not None
 
     def advance(self, until: int) -> None:

@@ -70,20 +70,18 @@ class SecureRounds:
         self.need = max(secure.threshold, desk.policy.minimum)
 
     def collect(
-        self, index: int, order: Callable[[str], Asked], draw: Callable[[], list[int]]
+        self, index: int, asked: Asked, order: Callable[[str], Asked], draw: Callable[[], list[int]]
     ) -> tuple[Asked, list[int], Summed | None]:
         """Run one exchange; returns the request for uploads, the cohort, and the sum; None if there are too few.
 
-        order: (suffix of the tag) -> the exchange's own request. draw: the clients to ask. With the policy "wait", an
-        exchange with too few clients is repeated, with new keys.
+        asked: the exchange's own request. order: (suffix of the tag) -> the same with another tag. draw: the clients to
+        ask. With the policy "wait", an exchange with too few clients is repeated, with new keys and another tag.
         """
         desk, policy, began, attempt = self.desk, self.desk.policy, time.monotonic(), 0
-        notes: list[str] = []
-        tally: Counter = Counter()
+        asked = asked._replace(minimum=self.need)
         while True:
             cohort = draw()
-            asked = order(f"-{attempt}" if attempt else "")._replace(minimum=self.need, notes=notes, tally=tally)
-            asked, summed = self.attempt(index, asked, cohort)
+            summed = self.attempt(index, asked, cohort)
             if summed is not None or policy.too_few != "wait" or desk.roster.lost:
                 return asked, cohort, summed
             if time.monotonic() - began > policy.patience:
@@ -92,29 +90,34 @@ class SecureRounds:
             desk.listen(None)
             time.sleep(POLL[1])
             attempt += 1
+            asked = order(f"-{attempt}")._replace(minimum=self.need, notes=asked.notes, tally=asked.tally)
 
-    def attempt(self, index: int, asked: Asked, cohort: list[int]) -> tuple[Asked, Summed | None]:
-        """The four messages. Clients that do not answer one are not sent the next."""
+    def attempt(self, index: int, asked: Asked, cohort: list[int]) -> Summed | None:
+        """The four messages; the uploads of the sum are noted in ``asked``.
+
+        Clients that do not answer one message are not sent the next.
+        """
         secure, tag = self.secure, asked.tag
         run = self.desk.roster.terms.run
         keys = self.ask(asked, Step(KEYS, sizes.keys_up(), _read_keys, lambda client: {}), cohort)
+        keys = _without_copies(asked, keys)
         if not self.enough(asked, keys, "sent keys"):
-            return asked, None
+            return None
         table = {"clients": np.array(sorted(keys), np.int32), "keys": np.stack([_array(keys[i]) for i in sorted(keys)])}
         step = Step(DEAL, sizes.deal_up(len(keys)), lambda found: found, lambda client: table)
         dealt = self.ask(asked, step, sorted(keys))
         if not self.enough(asked, dealt, "dealt shares"):
-            return asked, None
+            return None
         members = sorted(dealt)
         boxes = {i: _boxes(i, sorted(keys), found["shares"]) for i, found in dealt.items()}
         masked = self.uploads(index, asked, members, boxes)
         if not self.enough(asked, masked, "sent masked uploads"):
-            return asked, None
+            return None
         survivors = {"clients": np.array(sorted(masked), np.int32)}
         step = Step(OPEN, sizes.open_up(len(members)), lambda found: found["shares"], lambda client: survivors)
         opened = self.ask(asked, step, sorted(masked))
-        if not self.enough(asked, opened, "helped to unmask the sum"):
-            return asked, None
+        if not self.enough(asked, opened, "helped to unmask the sum", need=secure.threshold):
+            return None
         known = {i: Dealt(keys[i], dealt[i]["commitment"].tobytes()) for i in members}
         shares = {i: dict(zip(members, (row.tobytes() for row in rows), strict=True)) for i, rows in opened.items()}
         words = {i: (found["body"], found["head"]) for i, found in masked.items()}
@@ -124,9 +127,9 @@ class SecureRounds:
         except UnmaskError as error:
             asked.notes.append(f"the uploads cannot be unmasked: {error}")
             self.exclude(asked, error.client)
-            return asked, None
+            return None
         asked.uploads.update(masked)
-        return asked, summed
+        return summed
 
     def exclude(self, asked: Asked, client: int | None) -> None:
         """Refuse the node of a client that dealt wrong shares, so that it does not stop every exchange."""
@@ -151,10 +154,11 @@ class SecureRounds:
         }
         return Summed(decode_tree(self.secure.codec, body, summand.lifted), weight, count, means)
 
-    def enough(self, asked: Asked, answers: dict[int, Any], what: str) -> bool:
-        if len(answers) >= self.need:
+    def enough(self, asked: Asked, answers: dict[int, Any], what: str, *, need: int = 0) -> bool:
+        need = need or self.need
+        if len(answers) >= need:
             return True
-        asked.notes.append(f"secure aggregation: {len(answers)} clients {what}, at least {self.need} must")
+        asked.notes.append(f"secure aggregation: {len(answers)} clients {what}, at least {need} must")
         return False
 
     # -- single messages
@@ -218,11 +222,24 @@ def _array(data: bytes) -> np.ndarray:
     return np.frombuffer(data, np.uint8)
 
 
+def _halves(keys: bytes) -> tuple[bytes, bytes]:
+    return keys[:KEY], keys[KEY:]
+
+
 def _read_keys(found: dict[str, np.ndarray]) -> bytes:
     keys = found["keys"].tobytes()
-    for half in (keys[:KEY], keys[KEY:]):
+    for half in _halves(keys):
         check_public(half)
     return keys
+
+
+def _without_copies(asked: Asked, keys: dict[int, bytes]) -> dict[int, bytes]:
+    """The keys that no other client sent, too: the others refuse a list with a key twice."""
+    count = Counter(half for one in keys.values() for half in _halves(one))
+    copies = [client for client, one in keys.items() if any(count[half] > 1 for half in _halves(one))]
+    asked.notes.extend(f"client {client} left out, malformed: it sent a key twice, or another's" for client in copies)
+    asked.tally["malformed"] += len(copies)
+    return {client: one for client, one in keys.items() if client not in copies}
 
 
 def _boxes(sender: int, clients: list[int], shares: np.ndarray) -> dict[int, np.ndarray]:
