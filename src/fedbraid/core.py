@@ -134,6 +134,8 @@ class Exchange(NamedTuple):
         client encoded, ``reconcile`` corrects the state, so that both sides agree (as in c = mean c_i).
     sealed: a guarantee about the uploads exactly as clients send them (see ``transforms.dp``). Transforms that would
         change such uploads are refused.
+    guards: names of the rules by which the server judges or changes single uploads, because it does not trust clients
+        (``norm_bound``, ``admit_if``). Secure aggregation refuses them: the server sees only sums.
     """
 
     name: str
@@ -146,6 +148,7 @@ class Exchange(NamedTuple):
     admit: Callable = finite  # (up) -> bool: False means that the upload counts as not arrived
     keeps: tuple[Literal["pseudograd", "aux"], ...] = ()
     sealed: Any = None
+    guards: tuple[str, ...] = ()
 
 
 class Algorithm(NamedTuple):
@@ -291,6 +294,7 @@ class MessageShapes(NamedTuple):
     name: str
     down: Down
     up: PyTree
+    metrics: tuple[str, ...] = ()  # names of the metrics in a report
 
 
 def message_shapes(alg: Algorithm, params: PyTree, data: PyTree) -> tuple[MessageShapes, ...]:
@@ -336,7 +340,7 @@ def message_shapes(alg: Algorithm, params: PyTree, data: PyTree) -> tuple[Messag
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
         aggregate = Aggregate(reduced[0], scalar, scalar, scalar)
         _must_match(f"{where}, server", server, _shapes(f"{where}, receive", exchange.receive, server, aggregate, key))
-        messages.append(MessageShapes(exchange.name, down, report.up))
+        messages.append(MessageShapes(exchange.name, down, report.up, tuple(report.metrics)))
     return tuple(messages)
 
 

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedbraid.core import Algorithm, message_shapes
+from fedbraid.core import Algorithm, Exchange, MessageShapes, message_shapes
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.local import ClientData
+from fedbraid.masking import Secure, sizes
 
 __all__ = ["Cost", "ExchangeCost", "cost", "data_shapes", "nbytes"]
 
@@ -66,8 +67,11 @@ def data_shapes(data: Any) -> ClientData:
     return ClientData(shapes, number, number, cap, split.preprocess if isinstance(split, Split) else None)
 
 
-def cost(alg: Algorithm, params: Any, data: Any) -> Cost:
+def cost(alg: Algorithm, params: Any, data: Any, *, secure: Secure | None = None) -> Cost:
     """Bytes down and up per exchange.
+
+    secure: count the messages of secure aggregation, too: keys, shares, masked uploads and the shares that unmask their
+        sum, for an exchange in which no client drops out.
 
     >>> import jax.numpy as jnp
     >>> from fedbraid.algorithms import fedavg
@@ -76,4 +80,16 @@ def cost(alg: Algorithm, params: Any, data: Any) -> Cost:
     2.0
     """
     messages = message_shapes(alg, params, data_shapes(data))
-    return Cost(tuple(ExchangeCost(m.name, nbytes(m.down), nbytes(m.up)) for m in messages), nbytes(params))
+    both = (
+        _secure_bytes(secure, e, m) if secure else (nbytes(m.down), nbytes(m.up))
+        for e, m in zip(alg.exchanges, messages, strict=True)
+    )
+    return Cost(tuple(ExchangeCost(m.name, *pair) for m, pair in zip(messages, both, strict=True)), nbytes(params))
+
+
+def _secure_bytes(secure: Secure, exchange: Exchange, message: MessageShapes) -> tuple[int, int]:
+    many = secure.clients
+    masked = sizes.mask_up(secure, sizes.summand_of(exchange, message.up, message.metrics))
+    down = (message.down, sizes.deal_down(many), sizes.mask_down(many), sizes.open_down(many))
+    up = (sizes.keys_up(), sizes.deal_up(many), masked, sizes.open_up(many))
+    return nbytes(down), nbytes(up)

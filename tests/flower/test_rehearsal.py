@@ -21,6 +21,7 @@ from matplotlib.image import imread
 from fedbraid.experiment import build, load_config
 from fedbraid.experiment.figures import draw_run, save
 from fedbraid.experiment.runfolder import read_metrics, read_summary
+from fedbraid.flower import InProcessGrid, Policy, client_app, load_federation, serve
 from fedbraid.flower.certificates import make_node_key
 from fedbraid.flower.launch import Rehearsal, online, run_app
 from fedbraid.flower.project import write_app
@@ -66,8 +67,8 @@ app = Faulty()
 """
 
 
-def make_app(folder: Path, *settings: str, faulty: bool = False, **policy) -> Path:
-    write_app(folder, load_config(None, [*BASE, *settings]))
+def make_app(folder: Path, *settings: str, faulty: bool = False, secure: bool = False, **policy) -> Path:
+    write_app(folder, load_config(None, [*BASE, *settings]), secure=secure)
     package = folder / "federation"
     about = tomllib.loads((package / "federation.toml").read_text())
     about["policy"] |= {"deadline": 120.0, "join": 90.0} | policy
@@ -83,9 +84,9 @@ def rehearse():
     """Makes rehearsals, and stops them at the end of the test."""
     made = []
 
-    def start(app: Path, **options) -> Rehearsal:
+    def start(app: Path, *, nodes: int = 3, **options) -> Rehearsal:
         made.append(Rehearsal(app))
-        made[-1].up(3, **options)
+        made[-1].up(nodes, **options)
         return made[-1]
 
     yield start
@@ -230,3 +231,49 @@ def check_scaffold(out: Path, rehearsal: Rehearsal, settings: tuple[str, ...]) -
     c = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(server.c)])
     assert np.abs(c).max() > 1e-3
     np.testing.assert_allclose(np.mean(own, 0), c, atol=1e-6)
+
+
+def test_secure_aggregation_with_a_node_that_dies_between_its_shares_and_its_upload(rehearse, tmp_path):
+    """Five nodes, four must stay. The model is that of a run without masks over the four, to fixed-point rounding."""
+    settings = ("rounds=1", "data.clients=5", "algorithm.client_lr=0.3")
+    app, marker = tmp_path / "app", tmp_path / "marker"
+    make_app(app, *settings, faulty=True, secure=True, deadline=40.0, too_few="abort")
+    rehearsal = rehearse(app, nodes=5, configs={4: {"fault": "hang@0", "marker": str(marker)}})
+    out, log = tmp_path / "run", tmp_path / "run.log"
+    running = deploy_run(app, "--out", str(out), log=log)
+    try:
+        wait_for(marker.exists, 150, "the upload on node 4")
+        rehearsal.kill("node-4")
+        assert running.wait(timeout=180) == 0, log.read_text()
+    finally:
+        running.kill()
+        running.wait()
+    told, summary = log.read_text(), read_summary(out)
+    assert "secure aggregation: at least 4 of 5 clients" in told
+    assert "client 4" in told
+    assert summary.engine["secure"] == load_federation(app / "federation").secure.name
+    table = read_metrics(out)
+    assert table["train/arrived"].tolist() == [4]
+    assert table["train/asked"].tolist() == [5]
+
+    plain, first = without_masks(app, settings, clients=4)
+    arrays, _ = saved(out)
+    server = checkpoint.unpack(plain.server, arrays, "server")
+    pairs = zip(jax.tree.leaves(plain.params), jax.tree.leaves(first), strict=True)
+    assert max(np.abs(a - b).max() for a, b in pairs) > 1e-2
+    for a, b in zip(jax.tree.leaves(server), jax.tree.leaves(plain.server), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)  # float32; a sum of masked uploads is exact to 1e-11
+
+
+def without_masks(app: Path, settings: tuple[str, ...], *, clients: int):
+    """One round with the first clients only, in process and without secure aggregation, and the first parameters."""
+    experiment = build(load_config(None, [*BASE, *settings]))
+    alg, params, split = experiment.algorithm, experiment.params, experiment.data.train
+    shared = {"fingerprint": "same", "preprocess": split.preprocess}
+    client = client_app(alg, params, lambda site: split.client(site.node_config["partition-id"]), cache=False, **shared)
+    grid = InProcessGrid(client, {i: {"partition-id": i} for i in range(clients)})
+    schema = load_federation(app / "federation").schema
+    served = serve(
+        alg, params, grid, rounds=1, schema=schema, population=split.num_clients, policy=Policy(join=0.1), **shared
+    )
+    return served, params

@@ -16,16 +16,21 @@ def command(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="key=value, such as algorithm.name=scaffold; may be repeated")
     ] = None,
+    secure: Annotated[
+        int | None, typer.Option("--secure", help="count secure aggregation, with 64 or 32 bits an entry")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
 ) -> None:
     """Bytes down and up per exchange, measured on the messages, also as multiples of the model (FedAvg: 2x)."""
     from fedbraid.costs import cost
     from fedbraid.experiment import build, load_config
+    from fedbraid.masking import Secure
 
     loaded = load_config(config, settings or [])
     experiment = build(loaded)
-    traffic = cost(experiment.algorithm, experiment.params, experiment.data)
     cohort = experiment.data.train.num_clients if loaded.cohort == "all" else int(loaded.cohort)
+    masked = None if secure is None else Secure.from_table({"bits": secure}, cohort)
+    traffic = cost(experiment.algorithm, experiment.params, experiment.data, secure=masked)
     report = {
         "algorithm": loaded.algorithm.name,
         "transforms": [named.name for named in loaded.transforms],
@@ -38,6 +43,7 @@ def command(
         "up": traffic.up,
         "multiple": traffic.multiple,
         "cohort": cohort,
+        "secure": None if masked is None else masked.name,
         "rounds": loaded.rounds,
         "round_bytes": cohort * (traffic.down + traffic.up),
         "run_bytes": loaded.rounds * cohort * (traffic.down + traffic.up),
@@ -54,6 +60,8 @@ def _show(console: Console, report: dict[str, Any]) -> None:
     name = report["algorithm"]
     for outer in report["transforms"]:
         name = f"{outer}({name})"
+    if report["secure"]:
+        name += f", {report['secure']}"
     console.print(f"[bold]{name}[/], a model of {format_bytes(report['model_bytes'])}; one client in one round:")
     table = Table("exchange", "down", "up", "models", box=None, padding=(0, 3, 0, 0))
     for column in table.columns[1:]:

@@ -36,6 +36,7 @@ def init(
     evaluate_clients: Annotated[
         str, typer.Option(help="all, or the number of clients that test on their own data, instead of the server")
     ] = "0",
+    secure: Annotated[bool, typer.Option("--secure", help="mask uploads: the server sees only their sums")] = False,
     json: Json = False,
 ) -> None:
     """Write a complete Flower app from an experiment config. Each site then adds the loading of its own data."""
@@ -43,7 +44,8 @@ def init(
     from fedbraid.flower.project import write_app
 
     testers = int(evaluate_clients) if evaluate_clients.isdecimal() else evaluate_clients
-    made = write_app(folder, load_config(config, settings or []), evaluate_clients=testers)  # pyright: ignore[reportArgumentType]
+    loaded = load_config(config, settings or [])
+    made = write_app(folder, loaded, evaluate_clients=testers, secure=secure)  # pyright: ignore[reportArgumentType]
     if json:
         print(json_.dumps(made))
         return

@@ -15,12 +15,14 @@ from fedbraid.flower.inprocess import InProcessGrid
 from fedbraid.flower.policy import Policy, TooFewError
 from fedbraid.flower.rounds import Round
 from fedbraid.flower.server import Served, serve, server_app
+from fedbraid.masking import Secure
 
 __all__ = [
     "Federation",
     "InProcessGrid",
     "Policy",
     "Round",
+    "Secure",
     "Served",
     "TooFewError",
     "client_app",

@@ -13,7 +13,7 @@ from fedbraid import address
 from fedbraid.core import Algorithm, Exchange
 from fedbraid.simulation.tally import server_step
 
-__all__ = ["Aggregator", "Upload"]
+__all__ = ["Aggregator", "Summed", "Upload"]
 
 PyTree = Any
 
@@ -24,6 +24,15 @@ class Upload(NamedTuple):
     lifted: PyTree
     weight: float
     metrics: dict[str, float]
+
+
+class Summed(NamedTuple):
+    """The sum of the uploads of an exchange, where single uploads are not known (secure aggregation)."""
+
+    combined: PyTree
+    weight: float
+    count: Any  # number of uploads in the sum
+    metrics: dict[str, float]  # weighted means
 
 
 def _judge(exchange: Exchange, up: PyTree, weight: Any) -> tuple[Any, PyTree]:
@@ -51,6 +60,12 @@ class Aggregator:
         """The upload for the reducer; None if the exchange does not admit it (it is not finite)."""
         admitted, lifted = self._judge(up, weight)
         return Upload(lifted, weight, metrics) if admitted else None
+
+    def step_sum(self, server: PyTree, summed: Summed, round_: int, seed: int) -> tuple[PyTree, dict[str, float]]:
+        """As `step`, where only the sum of the uploads is known."""
+        key = address.exchange_key(jax.random.key(seed), round_, self._index)
+        weight = jnp.asarray(summed.weight, jnp.result_type(float))
+        return self._receive(server, summed.combined, weight, jnp.int32(summed.count), key), summed.metrics
 
     def step(
         self, server: PyTree, uploads: dict[int, Upload], round_: int, seed: int

@@ -31,6 +31,8 @@ from fedbraid.flower.identity import (
 )
 from fedbraid.flower.pack import Layout, layout_of, pack, read_records, records, unpack
 from fedbraid.flower.rows import padded, room_for
+from fedbraid.flower.secure.messages import signed
+from fedbraid.flower.secure.site import SecureSite
 from fedbraid.flower.states import States, states_of
 from fedbraid.flower.wire import (
     Answer,
@@ -45,6 +47,7 @@ from fedbraid.flower.wire import (
 )
 from fedbraid.local import ClientData
 from fedbraid.lowering import LoweringOptions, lower
+from fedbraid.masking import Secure
 
 __all__ = ["client_app"]
 
@@ -65,6 +68,7 @@ def client_app(
     load_test: LoadTest | None = None,
     fingerprint: str | None = None,
     cache: bool = True,
+    secure: Secure | None = None,
 ) -> ClientApp:
     """The ClientApp of an algorithm: the same object that :func:`fedbraid.simulate` runs.
 
@@ -80,6 +84,7 @@ def client_app(
         fingerprint: your own name for what clients compute, the same on the server; by default a digest of the client
             programs.
         cache: keep compiled programs on the node's disk (``cache-dir`` of its config, else in Flower's folder).
+        secure: send only masked uploads (secure aggregation), with these settings; the same on the server.
 
     The node's config may contain the site's number in the population (``client`` or ``partition-id``; else the server
     numbers the nodes) and a folder for its state (``state-dir``).
@@ -98,6 +103,10 @@ def client_app(
         site.load_test, site.sums = load_test, jax.jit(sums_program(metrics, preprocess))
     app = ClientApp()
     app.query(wire.HELLO)(site.guard(site.hello))
+    if secure is not None:
+        site.secure = SecureSite(secure, alg)
+        for action, handler in site.secure.actions().items():
+            app.query(action)(site.guard(handler))
     app.evaluate()(site.guard(site.test))
     for index, exchange in enumerate(alg.exchanges):
         app.train(wire.action_of(exchange.name))(site.guard(partial(site.work, index)))
@@ -124,6 +133,7 @@ class _Site:
         self.preprocess = preprocess
         self.load_test: LoadTest = lambda context: None
         self.sums: Callable = lambda *given: {}
+        self.secure: SecureSite | None = None
         self.params = shapes_of(params)
         self.programs = [jax.jit(exchange.client) for exchange in lower(alg, LoweringOptions()).exchanges]
         self.prints: dict[str, str] = {}
@@ -163,6 +173,10 @@ class _Site:
         return client_data(arrays, rows, self.preprocess), rows
 
     def fingerprint(self, schema: Schema) -> str:
+        return signed(self.program(schema), self.secure.secure if self.secure else None)
+
+    def program(self, schema: Schema) -> str:
+        """The fingerprint of the client programs."""
         if self.name is not None:
             return self.name
         text = schema_to_json(schema)
@@ -214,7 +228,7 @@ class _Site:
             held = states.held()
         presence = Presence(
             client=number,
-            examples=rows,
+            examples=0 if self.secure else rows,  # it would tell the weight, which is masked
             fingerprint=mine,
             layouts=self.layouts_for(greeting.schema),
             held=json.dumps(held),
@@ -228,6 +242,7 @@ class _Site:
         if order.exchange != index:
             raise ValueError(f"the order is for exchange {order.exchange}, but its action is that of exchange {index}")
         self.check_fingerprint(context, order.run, order.schema, order.fingerprint)
+        held = self.secure.check(message, context, order) if self.secure else None
         down = read_records(self.down_layouts[index], wire.arrays_in(message))
         data, _ = self.data(context, schema_from_json(order.schema))
         states = states_of(context, order.run, order.client) if self.state_layout.leaves else None
@@ -237,6 +252,8 @@ class _Site:
         if states is not None:
             states.write(order.tag, pack(report.state))
             states.keep({order.durable, order.base, order.tag})
+        if self.secure and held:
+            return self.secure.answer(message, context, order, held, report)
         answer = Answer(order.tag, float(report.weight), *_layout_for(report.up, order.layout))
         metrics = {name: float(value) for name, value in report.metrics.items()}
         return Message(content(answer, records(report.up), metrics), reply_to=message)

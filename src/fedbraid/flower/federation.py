@@ -31,6 +31,7 @@ from fedbraid.flower.identity import Schema
 from fedbraid.flower.policy import Policy
 from fedbraid.flower.record import open_folder, write_run
 from fedbraid.flower.server import serve
+from fedbraid.masking import Secure
 from fedbraid.metric import is_client_column
 from fedbraid.simulation.evaluate import Evaluator, evaluator
 
@@ -56,6 +57,7 @@ class Federation:
 
     evaluates: whether the server tests the model on the experiment's own test split.
     evaluate_clients: number of clients that test it on their own test data.
+    secure: the settings of secure aggregation; None: uploads are not masked.
     """
 
     config: Config
@@ -64,6 +66,7 @@ class Federation:
     evaluates: bool = False
     evaluate_clients: int = 0
     checkpoint_every: int = 1
+    secure: Secure | None = None
 
     @property
     def population(self) -> int:
@@ -161,6 +164,7 @@ def load_federation(folder: Path) -> Federation:
     except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
         raise ConfigError(f"{place} is not what fedbraid deploy init writes: {error!r}") from None
     policy.check()
+    secure = read_secure(about.get("secure"), config, description.population)
     return Federation(
         config,
         description,
@@ -168,7 +172,20 @@ def load_federation(folder: Path) -> Federation:
         evaluates=federation.get("evaluate", False),
         evaluate_clients=evaluating_clients(federation.get("evaluate_clients", 0), description.population),
         checkpoint_every=federation.get("checkpoint_every", 1),
+        secure=secure,
     )
+
+
+def read_secure(table: Any, config: Config, population: int) -> Secure | None:
+    """The settings in the section ``[secure]``, checked; None if there is no such section."""
+    if table is None:
+        return None
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"secure = {table!r} in {FEDERATION}: write a section [secure], it may be empty")
+    try:
+        return Secure.from_table(table, population if config.cohort == "all" else int(config.cohort))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"[secure] in {FEDERATION}: {error}") from None
 
 
 # --- the apps -------------------------------------------------------------------------------------------------------
@@ -188,6 +205,7 @@ def federation_client_app(
         load_test=load_test,
         fingerprint=federation.fingerprint,
         cache=cache,
+        secure=federation.secure,
     )
 
 
@@ -226,6 +244,7 @@ def federation_server_app(federation: Federation) -> ServerApp:
             checkpoints=checkpoints,
             checkpoint_every=federation.checkpoint_every,
             fingerprint=federation.fingerprint,
+            secure=federation.secure,
             say=_say,
         )
         clients = served.clients

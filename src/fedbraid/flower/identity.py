@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbraid.core import Algorithm, message_shapes
+from fedbraid.core import Algorithm, MessageShapes, message_shapes
 from fedbraid.data.description import Preprocess, fields_of
 from fedbraid.data.federated import Split
 from fedbraid.flower.pack import Layout, layout_of, pack
@@ -100,11 +100,18 @@ def _data(schema: Schema, preprocess: Preprocess | None) -> ClientData:
     return ClientData(fields, number, number, ROWS, preprocess)
 
 
+def shapes_of_messages(
+    alg: Algorithm, params: PyTree, schema: Schema, preprocess: Preprocess | None = None
+) -> tuple[MessageShapes, ...]:
+    """The shapes of the messages of every exchange. Also checks that the functions of the algorithm fit each other."""
+    return message_shapes(alg, shapes_of(params), _data(schema, preprocess))
+
+
 def messages_of(
     alg: Algorithm, params: PyTree, schema: Schema, preprocess: Preprocess | None = None
 ) -> tuple[Messages, ...]:
     """The message layouts of every exchange. Also checks that the functions of the algorithm fit each other."""
-    shapes = message_shapes(alg, shapes_of(params), _data(schema, preprocess))
+    shapes = shapes_of_messages(alg, params, schema, preprocess)
     return tuple(Messages(layout_of(m.down), layout_of(m.up)) for m in shapes)
 
 

@@ -10,8 +10,15 @@ from typing import Any, Literal
 import fedbraid
 from fedbraid.experiment.assembly import assemble, load_named
 from fedbraid.experiment.config import Config, ConfigError, dump
-from fedbraid.flower.federation import EXPERIMENT, FEDERATION, evaluating_clients, written_description
+from fedbraid.flower.federation import (
+    EXPERIMENT,
+    FEDERATION,
+    evaluating_clients,
+    read_secure,
+    written_description,
+)
 from fedbraid.flower.policy import Policy
+from fedbraid.flower.secure.messages import check_sums
 
 __all__ = ["package_of", "write_app"]
 
@@ -141,16 +148,19 @@ Check a site's data before its node joins:
 """)
 
 
-def write_app(folder: Path, config: Config, *, evaluate_clients: int | Literal["all"] = 0) -> dict[str, Any]:
+def write_app(
+    folder: Path, config: Config, *, evaluate_clients: int | Literal["all"] = 0, secure: bool = False
+) -> dict[str, Any]:
     """Write the app that deploys ``config``; returns its folder, population and files, as plain values.
 
     evaluate_clients: number of clients that evaluate the model on their own test data; if not 0, the server does not.
+    secure: use secure aggregation, with the default settings.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty: choose another folder for the app")
     data = load_named(config)
     description = data.description
-    assemble(config, description)  # raises an error now if the sites could not build model or algorithm
+    experiment = assemble(config, description)  # raises an error now if sites could not build model or algorithm
     about = written_description(description) | {"policy": Policy()._asdict()}
     tested = evaluating_clients(evaluate_clients, description.population)
     about["federation"] |= {
@@ -158,6 +168,10 @@ def write_app(folder: Path, config: Config, *, evaluate_clients: int | Literal["
         "evaluate_clients": evaluate_clients,
         "checkpoint_every": 1,
     }
+    if secure:
+        check_sums(experiment.algorithm)
+        agreed = read_secure({}, config, description.population)
+        about["secure"] = {"threshold": agreed.threshold, "bits": agreed.bits, "bound": agreed.bound} if agreed else {}
     population = description.population
     what = f"{config.algorithm.name} on {config.data.name}"
     fields = "\n".join(f"        {name}  {f['dtype']}{f['shape']}" for name, f in about["schema"].items())
@@ -194,7 +208,8 @@ def _federation(about: dict[str, Any]) -> str:
         "# Settings that all sites share: every site and the server must have the same file.\n"
         "# population: number of clients. evaluate: the server tests on the experiment's own test split.\n"
         '# evaluate_clients: number of clients (or "all") that test the model on their own test data.\n'
-        "# policy: see fedbraid.flower.Policy; too_few is wait, skip or abort.\n\n"
+        "# policy: see fedbraid.flower.Policy; too_few is wait, skip or abort.\n"
+        "# secure: with this section, uploads are masked (secure aggregation): see docs/secure-aggregation.md.\n\n"
     )
     return head + tomli_w.dumps(about)
 

@@ -60,7 +60,7 @@ def write_run(
         finished=finished,
         diverged=bool(problem),
         problem=problem,
-        engine={"plan": "flower", "clients": len(served.nodes), "counts": served.counts},
+        engine={"plan": "flower", "clients": len(served.nodes), "counts": served.counts, "secure": served.secure},
         params_sha256=runfolder.params_sha256(served.params),
         out=str(out),
     )

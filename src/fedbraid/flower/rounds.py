@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,16 +25,19 @@ from fedbraid import address
 from fedbraid.core import Algorithm, check_count
 from fedbraid.data.description import Preprocess
 from fedbraid.flower import wire
-from fedbraid.flower.aggregate import Aggregator, Upload
+from fedbraid.flower.aggregate import Aggregator, Summed, Upload
 from fedbraid.flower.asking import POLL, Asked, Desk
 from fedbraid.flower.evaluate import Sums, are_sums, summary, sums_shapes
-from fedbraid.flower.identity import Messages, Schema, fingerprint, messages_of, schema_to_json
+from fedbraid.flower.identity import Messages, Schema, fingerprint, messages_of, schema_to_json, shapes_of_messages
 from fedbraid.flower.pack import Layout, MessageError, check_layout, layout_of, read_records, records
 from fedbraid.flower.policy import Policy, TooFewError
 from fedbraid.flower.post import Letter, Post
 from fedbraid.flower.roster import Roster, Terms
+from fedbraid.flower.secure.messages import signed
+from fedbraid.flower.secure.rounds import SecureRounds, secure_rounds
 from fedbraid.flower.states import INIT
 from fedbraid.flower.wire import Answer, Order, Question, Tested, content, read_plain
+from fedbraid.masking import Secure
 from fedbraid.metric import Metric, declared_by, is_client_column, metric_of_column
 from fedbraid.simulation import checkpoint
 from fedbraid.simulation.rounds import strong
@@ -88,6 +92,7 @@ class Site:
     policy: deadlines, and what happens when nodes are missing.
     fingerprint: a name for what clients compute, the same on all nodes; None makes one from the programs.
     preprocess: the same as in the nodes' :func:`client_app`.
+    secure: secure aggregation, the same as in the nodes' :func:`client_app`. ``secure.clients`` is the cohort's size.
     """
 
     schema: Schema
@@ -97,6 +102,7 @@ class Site:
     policy: Policy = DEFAULT_POLICY
     fingerprint: str | None = None
     preprocess: Preprocess | None = None
+    secure: Secure | None = None
 
     def __post_init__(self) -> None:
         check_count("population", self.population)
@@ -105,6 +111,8 @@ class Site:
         self.policy.check()
         if self.policy.minimum > self.size:
             raise ValueError(f"minimum must be at most the cohort of {self.size}, got {self.policy.minimum}")
+        if self.secure is not None and self.secure.clients != self.size:
+            raise ValueError(f"secure.clients must be the cohort's size {self.size}, got {self.secure.clients}")
 
     @property
     def size(self) -> int:
@@ -129,7 +137,9 @@ class MessageRounds:
         name = site.fingerprint
         terms = Terms(
             run=secrets.token_hex(6),
-            fingerprint=fingerprint(alg, params, site.schema, site.preprocess) if name is None else name,
+            fingerprint=signed(
+                fingerprint(alg, params, site.schema, site.preprocess) if name is None else name, site.secure
+            ),
             schema=schema_to_json(site.schema),
             population=site.population,
             exchanges=tuple(exchange.name for exchange in alg.exchanges),
@@ -150,6 +160,10 @@ class MessageRounds:
         self.tested: dict[int, dict[str, list[float]]] = {}  # client -> its sums in the last evaluation
         # state that a checkpoint does not hold
         self.desk = Desk(post, self.roster, site.policy, self.counts, say)
+        self.secure: SecureRounds | None = None
+        if site.secure is not None:
+            shapes = shapes_of_messages(alg, params, site.schema, site.preprocess)
+            self.secure = secure_rounds(site.secure, alg, shapes, self.desk)
         self.durable: dict[int, str] = {}  # the dict ``taken`` of the last checkpoint
         self.restarted = False  # whether server and clients started anew since the last round
         self.durable_first = INIT  # the tag of the clients' first states in the last checkpoint
@@ -295,10 +309,13 @@ class MessageRounds:
         size = min(self.cohort, len(here))
         return [here[i] for i in address.cohort(self.seed, round_, exchange, len(here), size)] if size else []
 
-    def order(self, exchange: int, round_: int) -> Asked:
-        """The request for one exchange of one round: how to write its messages and read its uploads."""
+    def order(self, exchange: int, round_: int, suffix: str = "") -> Asked:
+        """The request for one exchange of one round: how to write its messages and read its uploads.
+
+        suffix: of its tag, for a repetition.
+        """
         part, terms, wanted = self.parts[exchange], self.roster.terms, self.messages[exchange].up
-        tag = f"{round_}.{exchange}.{self.attempt}"
+        tag = f"{round_}.{exchange}.{self.attempt}{suffix}"
         arrays = records(part.send(self.server))
 
         def letter(client: int, node: int) -> Letter:
@@ -348,6 +365,17 @@ class MessageRounds:
         asked = Asked("the evaluation", round_, tag, 0, wanted, letter, read, {}, {}, [], Counter())
         return asked, layout_of(model).nbytes
 
+    def collect(
+        self, index: int, round_: int, before: list[int], asked: Asked
+    ) -> tuple[list[int], Asked, Summed | None, bool]:
+        """Ask a cohort for uploads: (the cohort, the request, the sum if only it is known, whether they are enough)."""
+        draw = partial(self.draw, round_, index, before)
+        if self.secure is None:
+            cohort = draw()
+            return cohort, asked, None, self.desk.collect(asked, cohort)
+        asked, cohort, summed = self.secure.collect(index, asked, partial(self.order, index, round_), draw)
+        return cohort, asked, summed, summed is not None
+
     def advance(self, until: int) -> None:
         """Complete one round: every exchange in turn. After too few uploads the rest of the round is skipped."""
         began, round_, late = time.monotonic(), self.done, self.counts["late"]
@@ -362,18 +390,21 @@ class MessageRounds:
         enough = True
         for index, part in enumerate(self.parts):
             started = time.monotonic()
-            asked = self.order(index, round_)
+            asked, summed = self.order(index, round_), None
             if enough:
-                cohort = self.draw(round_, index, cohort)
-                enough = self.desk.collect(asked, cohort)
+                cohort, asked, summed, enough = self.collect(index, round_, cohort, asked)
                 if not enough and self.policy.too_few == "abort" and not self.roster.lost:
                     raise TooFewError(self.desk.shortage(asked, f"{self.policy.deadline:g} s, the policy's deadline"))
             taken = asked.uploads if enough else {}
-            self.server, means = part.step(self.server, taken, round_, self.seed)
+            if summed is None:
+                self.server, means = part.step(self.server, taken, round_, self.seed)
+            else:
+                self.server, means = part.step_sum(self.server, summed, round_, self.seed)
             self.taken |= dict.fromkeys(taken, asked.tag)
             notes += asked.notes
             size, many = self.messages[index].down.nbytes, len(cohort) if asked.tally["down"] else 0
             columns = means | {"arrived": len(taken)} | self.desk.account(asked, started, many, size, len(taken))
+            columns |= self.secure.columns(asked) if self.secure else {}
             row |= {f"{part.name}/{name}": value for name, value in columns.items()}
         row |= {"late": self.counts["late"] - late, "skipped": float(not enough), "seconds": time.monotonic() - began}
         self.history.append(row)

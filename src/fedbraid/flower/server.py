@@ -22,12 +22,15 @@ from fedbraid.core import Algorithm, check_count
 from fedbraid.flower import wire
 from fedbraid.flower.evaluate import check_evaluation, scores_by_client
 from fedbraid.flower.rounds import MessageRounds, Round, Site
+from fedbraid.flower.secure.messages import check_sums
+from fedbraid.notices import notice
 from fedbraid.simulation import checkpoint
 from fedbraid.simulation.loop import RoundLoop, Schedule
 
 __all__ = ["Served", "serve", "server_app"]
 
 PyTree = Any
+EVALUATION = "the server sees each client's sums of test metrics (evaluate_clients = 0 does not ask for them)"
 
 
 class Served(NamedTuple):
@@ -47,6 +50,7 @@ class Served(NamedTuple):
     nodes: dict[int, int]  # client -> node
     taken: dict[int, str]  # client -> tag of its last accepted upload
     clients: dict[str, np.ndarray]  # each client's own metrics in the last evaluation on clients; nan without any
+    secure: str | None = None  # the settings of secure aggregation, if it was used
 
 
 def server_app(
@@ -64,6 +68,8 @@ def server_app(
     own = {field.name for field in fields(Site)}
     site = Site(**{name: value for name, value in options.items() if name in own})
     check_evaluation(options.get("metrics"), options.get("evaluate_clients"), site.population)
+    if site.secure is not None:
+        check_sums(alg)
     app = ServerApp()
 
     @app.main()
@@ -104,7 +110,7 @@ def serve(
         on_round: called with a :class:`Round` after each round.
         say: called with every line of progress: rounds, nodes that are refused, uploads that are left out.
         site: the fields of :class:`Site` by name: ``schema``, ``population``, ``cohort``, ``seed``, ``policy``,
-            ``fingerprint``, ``preprocess``.
+            ``fingerprint``, ``preprocess``, ``secure``.
     """
     agreed = Site(**site)
     check_count("rounds", rounds)
@@ -113,6 +119,10 @@ def serve(
     check_evaluation(metrics, evaluate_clients, agreed.population)
     run = MessageRounds(alg, params, grid, agreed, say)
     run.rounds, run.folder, run.scorer = rounds, checkpoints, evaluate
+    if agreed.secure is not None:
+        say(agreed.secure.describe())
+        if metrics is not None:
+            notice(f"secure aggregation masks uploads, not evaluations: {EVALUATION}")
     if metrics is not None:
         run.ask_for(metrics, agreed, evaluate_clients or agreed.population)
     if checkpoints is not None and checkpoint.exists(checkpoints):
@@ -144,6 +154,7 @@ def serve(
         {client: node.id for client, node in run.roster.clients.items()},
         dict(run.taken),
         scores_by_client(run.tested, agreed.population, run.declared),
+        agreed.secure.name if agreed.secure else None,
     )
 
 

@@ -252,7 +252,8 @@ def norm_bound(alg: Algorithm, *, bound: Any = 1.0, exchanges: Sequence[str] | N
 
     def change(exchange: Exchange) -> Exchange:
         refuse_sealed(exchange, "norm_bound")
-        return recode(exchange, lambda up, down, key: up, decode, mixes=True)
+        changed = recode(exchange, lambda up, down, key: up, decode, mixes=True)
+        return changed._replace(guards=(*exchange.guards, "norm_bound"))
 
     return change_exchanges(alg, exchanges, change)
 
@@ -270,6 +271,7 @@ def admit_if(
     """
 
     def change(exchange: Exchange) -> Exchange:
-        return exchange._replace(admit=lambda up: exchange.admit(up) & predicate(up))
+        guards = (*exchange.guards, "admit_if")
+        return exchange._replace(admit=lambda up: exchange.admit(up) & predicate(up), guards=guards)
 
     return change_exchanges(alg, exchanges, change)
