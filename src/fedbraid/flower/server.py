@@ -113,6 +113,7 @@ def serve(
     check_evaluation(metrics, evaluate_clients, agreed.population)
     run = MessageRounds(alg, params, grid, agreed, say)
     run.rounds, run.folder, run.scorer = rounds, checkpoints, evaluate
+    run.private.open(checkpoints)
     if metrics is not None:
         run.ask_for(metrics, agreed, evaluate_clients or agreed.population)
     if checkpoints is not None and checkpoint.exists(checkpoints):
