@@ -334,7 +334,11 @@ def test_a_round_that_is_repeated_after_a_crash_costs_twice_and_gets_other_noise
     assert served.history["epsilon"][-1] > once
     assert correlation(seen[1] - CLIPPED.mean(0), seen[2] - CLIPPED.mean(0)) < 6 / np.sqrt(WIDE)
     assert [json.loads(line)[1] for line in place.read_text().splitlines()] == [0, 1, 1, 2]
-    place.write_text("[1, 2\n")
+    kept = place.read_text()
+    place.unlink()
+    with pytest.raises(ValueError, match="has 0 rounds"):
+        served_by(AT_SERVER, grid, rounds=4, checkpoints=tmp_path)
+    place.write_text(kept.replace("[", "<", 1))
     with pytest.raises(ValueError, match=r"line 1 of .* is damaged"):
         served_by(AT_SERVER, grid, rounds=4, checkpoints=tmp_path)
 

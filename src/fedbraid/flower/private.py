@@ -90,6 +90,14 @@ class PrivateRun:
         if self._accounted and folder is not None:
             self._releases = Releases(folder / FILE)
 
+    def check(self, rounds: int) -> None:
+        """Refuse a record with fewer rounds than the checkpoint from which the run continues."""
+        if self._accounted and len(self._releases.rows()) < rounds:
+            raise ValueError(
+                f"the checkpoint is of round {rounds}, but {FILE} beside it has {len(self._releases.rows())} rounds: "
+                "without the others the epsilon of this run is unknown. Put the file back, or start a new run"
+            )
+
     def cohort(self, seed: int, round_: int, exchange: int, connected: int, size: int) -> np.ndarray:
         """The indices of the clients to ask. Those of a private run are secret: epsilon counts on it."""
         self._sampling = size / connected

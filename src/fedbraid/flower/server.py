@@ -118,6 +118,7 @@ def serve(
         run.ask_for(metrics, agreed, evaluate_clients or agreed.population)
     if checkpoints is not None and checkpoint.exists(checkpoints):
         run.restore(checkpoint.latest(checkpoints))
+        run.private.check(run.done)
         if run.done > rounds:
             raise ValueError(f"the checkpoint in {checkpoints} is of round {run.done}, after the last round {rounds}")
     began = time.monotonic()
