@@ -49,8 +49,8 @@ def say_noise_is_seeded() -> None:
     """Say once in a process that simulated noise protects nothing."""
     notice(
         "the simulator draws the noise and the cohorts of differential privacy from the seed, so that a run can be "
-        "repeated: they show what privacy costs, and protect nothing. Who has the data must not publish this model as "
-        "private. A deployment (fedbraid deploy) draws them from the operating system"
+        "repeated: they show what privacy costs, and protect nothing. Do not publish a simulated model as private; a "
+        "deployment (fedbraid deploy) draws them from the operating system"
     )
 
 
