@@ -38,6 +38,7 @@ __all__ = ["epsilon", "epsilon_by_round", "epsilon_of_rows", "is_private"]
 
 Cohorts = Literal["fixed", "poisson"]
 DISTINCT = 16  # PLDs of more different releases are not computed, because each takes some tenths of a second
+TIGHT = 16  # number of rounds of a run for which PLDs are computed
 # The interval of PLDs: at least the first, and the second times the epsilon. A longer one is sound but less tight.
 INTERVAL = 2e-4, 5e-4
 
@@ -95,11 +96,11 @@ def _pld(mechanism: Mechanism, interval: float) -> Any:
     )
 
 
-def _by_pld(releases: Counter[Mechanism], delta: float, guess: float) -> float:
-    """The epsilon by PLDs; ``guess`` is another bound, from which their resolution follows."""
+def _by_pld(releases: Counter[Mechanism], delta: float, scale: float) -> float:
+    """The epsilon by PLDs; ``scale`` is about the size of the epsilon, from which their resolution follows."""
     if len(releases) > DISTINCT:
         return math.inf
-    wanted = max(INTERVAL[0], INTERVAL[1] * (guess if math.isfinite(guess) else 1e3))
+    wanted = max(INTERVAL[0], INTERVAL[1] * (scale if math.isfinite(scale) else 1e3))
     interval = 2.0 ** math.floor(math.log2(wanted))  # few different ones, so that PLDs are made once
     parts = [_pld(mechanism, interval).self_compose(count) for mechanism, count in releases.items()]
     return float(functools.reduce(lambda one, other: one.compose(other), parts).get_epsilon_for_delta(delta))
@@ -112,16 +113,16 @@ def _exactly(releases: Counter[Mechanism], delta: float) -> float:
     return float(accounting.get_epsilon_gaussian(spent**-0.5, delta))
 
 
-def _smallest(releases: Counter[Mechanism], delta: float) -> float:
-    """The smallest of the bounds on the epsilon of some releases."""
+def _smallest(releases: Counter[Mechanism], delta: float, scale: float | None = None) -> float:
+    """The smallest of the bounds on the epsilon of some releases; ``scale``: as for PLDs, by default this epsilon."""
     if not releases:
         return 0.0
     if any(mechanism.noise == 0 for mechanism in releases):
         return math.inf
     if all(mechanism.rate == 1 for mechanism in releases):
         return _exactly(releases, delta)
-    guess = _by_renyi(releases, delta)
-    return min(guess, _by_pld(releases, delta, guess))
+    simple = _by_renyi(releases, delta)
+    return min(simple, _by_pld(releases, delta, simple if scale is None else scale))
 
 
 # --- the epsilon of a run --------------------------------------------------------------------------------------------
@@ -219,12 +220,14 @@ def _delta(alg: Algorithm, delta: float | None) -> float:
 def _prefixes(releases: Sequence[list[Mechanism]], delta: float) -> np.ndarray:
     """The epsilon after every round.
 
-    The bound by Renyi divergences is computed for every round. The tighter ones take longer: they are computed for the
-    last round, its half, its quarter and so on. A bound for a later round holds for the earlier ones, too.
+    The bound by Renyi divergences is computed for every round. The tighter ones take longer: they are computed for 16
+    rounds, evenly spaced, with the last one. A bound for a later round holds for the earlier ones, too.
     """
     rounds = len(releases)
     after, so_far = np.zeros(rounds), Counter()
-    tight = {rounds >> k for k in range(rounds.bit_length())}
+    everything = Counter(mechanism for new in releases for mechanism in new if mechanism.noise > 0)
+    scale = _by_renyi(everything, delta) if everything else 0.0  # one for all rounds, so that each PLD is made once
+    tight = {-(-rounds * k // TIGHT) for k in range(1, TIGHT + 1)}
     for i, new in enumerate(releases):
         so_far.update(new)
         if not new:
@@ -232,8 +235,8 @@ def _prefixes(releases: Sequence[list[Mechanism]], delta: float) -> np.ndarray:
         elif any(mechanism.noise == 0 for mechanism in so_far):
             after[i] = math.inf
         else:
-            simple = i + 1 in tight or all(mechanism.rate == 1 for mechanism in so_far)
-            after[i] = _smallest(so_far, delta) if simple else _by_renyi(so_far, delta)
+            exact = i + 1 in tight or all(mechanism.rate == 1 for mechanism in so_far)
+            after[i] = _smallest(so_far, delta, scale) if exact else _by_renyi(so_far, delta)
     return np.minimum.accumulate(after[::-1])[::-1]
 
 
