@@ -56,6 +56,16 @@ def strict():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _told_that_noise_is_seeded():
+    """Private algorithms are simulated in many tests; a process says only once that their noise is seeded."""
+    from fedbraid.simulation.rounds import say_noise_is_seeded
+    from told import collecting
+
+    with collecting():
+        say_noise_is_seeded()
+
+
 @pytest.fixture(autouse=True)
 def _only_expected_notices():
     """An unexpected notice (see tests/told.py) fails the test that caused it."""

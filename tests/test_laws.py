@@ -16,7 +16,7 @@ import pytest
 
 import fedbraid as fb
 from fedbraid import address
-from fedbraid.core import Aggregate, message_shapes, reduce_reports
+from fedbraid.core import Aggregate, message_shapes, noised, receive_noised, reduce_reports
 from fedbraid.costs import data_shapes
 from fedbraid.data.federated import Split
 from fedbraid.local import ClientData, LocalWork
@@ -54,8 +54,8 @@ def interpret(alg, split, *, rounds, cohort, seed=0, arrival=None):
     """The reference: the rounds of an algorithm, client by client in Python. Every engine must agree with it."""
     arrays = {k: jnp.asarray(v) for k, v in split.arrays.items()}
     server, states = strong(alg.init(start())), [strong(alg.init_client(start()))] * split.num_clients
-    work = [jax.jit(exchange.client) for exchange in alg.exchanges]
-    take_in = [jax.jit(partial(_take_in, exchange, split.num_clients)) for exchange in alg.exchanges]
+    work = [jax.jit(partial(_work, exchange)) for exchange in alg.exchanges]
+    take_in = [jax.jit(partial(_take_in, exchange, (split.num_clients, cohort))) for exchange in alg.exchanges]
     for round_ in range(rounds):
         cohorts = cohorts_of(alg, seed, round_, split.num_clients, cohort)
         for index, exchange in enumerate(alg.exchanges):
@@ -63,7 +63,7 @@ def interpret(alg, split, *, rounds, cohort, seed=0, arrival=None):
             down, ups, weights = strong(exchange.send(server)), [], []
             for i in cohorts[index].tolist():
                 data = ClientData(arrays, jnp.int32(split.offsets[i]), jnp.int32(split.sizes[i]), max(split.sizes))
-                report = work[index](down, states[i], data, address.client_key(key, i))
+                report = work[index](down, states[i], data, key, i)
                 steps = exchange.client.count(data.size) if isinstance(exchange.client, LocalWork) else 1
                 if arrival is not None and not arrival(address.arrival_key(key, i), steps):
                     continue
@@ -71,7 +71,7 @@ def interpret(alg, split, *, rounds, cohort, seed=0, arrival=None):
                 ups.append(report.up)
                 weights.append(report.weight)
             if ups:
-                server = take_in[index](server, ups, weights, address.server_key(key))
+                server = take_in[index](server, ups, weights, key)
     return alg.params(server), states
 
 
@@ -80,10 +80,18 @@ def strong(tree):
     return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.asarray(leaf).dtype), tree)
 
 
-def _take_in(exchange, population, server, ups, weights, key):
+def _work(exchange, down, state, data, key, client):
+    report = exchange.client(down, state, data, address.client_key(key, client))
+    return noised(exchange, report, down, address.client_noise(key, client))
+
+
+def _take_in(exchange, sizes, server, ups, weights, key):
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *ups)
-    up, weight, count = reduce_reports(exchange.reducer, stacked, jnp.stack(weights))
-    return exchange.receive(server, Aggregate(up, weight, count, population), key)
+    population, expected = sizes
+    aggregate = Aggregate(*reduce_reports(exchange.reducer, stacked, jnp.stack(weights)), population)
+    expected = jnp.asarray(expected, jnp.result_type(float))
+    draw = address.server_noise(key)
+    return receive_noised(exchange, server, aggregate, expected, address.server_key(key), draw)
 
 
 def test_the_seeds_tell():
@@ -228,8 +236,9 @@ def test_the_order_of_the_clients_changes_nothing(name, monkeypatch):
     plain = two_rounds(name)
     order = np.array([3, 0, 4, 2, 1])  # the old number of the client at each new position
     if ROWS[name].draws:
-        key = address.client_key
+        key, noise = address.client_key, address.client_noise
         monkeypatch.setattr(address, "client_key", lambda exchange, i: key(exchange, jnp.asarray(order)[i]))
+        monkeypatch.setattr(address, "client_noise", lambda exchange, i: noise(exchange, jnp.asarray(order)[i]))
         alg = ROWS[name].make(**WHOLE)  # a new one: the program of the shared one has other keys
     else:
         alg = whole(name)

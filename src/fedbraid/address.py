@@ -2,20 +2,35 @@
 
 A client's key is made from (seed, round, exchange, client). So it depends neither on the order of the cohort nor on
 chunks or devices, and a deployed client draws the same numbers as a simulated one.
+
+The noise of differential privacy has keys of its own, which only simulations use. Whoever knows the seed can compute
+this noise and subtract it, so it measures the effect of privacy and protects nothing. In a deployment the noise and the
+cohorts of private algorithms come from the operating system's entropy (:mod:`fedbraid.flower.entropy`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-__all__ = ["arrival_key", "client_key", "cohort", "exchange_key", "init_key", "server_key"]
+__all__ = [
+    "arrival_key",
+    "client_key",
+    "client_noise",
+    "cohort",
+    "exchange_key",
+    "init_key",
+    "normals",
+    "server_key",
+    "server_noise",
+]
 
 _INIT, _ROUNDS = 0, 1  # of a seed
-_SERVER, _CLIENTS = 0, 1  # of an exchange
-_WORK, _ARRIVAL = 0, 1  # of a client
+_SERVER, _CLIENTS, _SERVER_NOISE = 0, 1, 2  # of an exchange
+_WORK, _ARRIVAL, _NOISE = 0, 1, 2  # of a client
 
 
 def init_key(seed: int) -> Any:
@@ -41,6 +56,31 @@ def client_key(exchange: Any, client: Any) -> Any:
 def arrival_key(exchange: Any, client: Any) -> Any:
     """The key that decides whether a client's upload arrives."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(exchange, _CLIENTS), client), _ARRIVAL)
+
+
+def normals(key: Any) -> Callable[[Any], Any]:
+    """A function that draws standard normal numbers in the shape of a tree, other ones in every call."""
+    calls = 0
+
+    def draw(like: Any) -> Any:
+        nonlocal calls
+        leaves, tree = jax.tree.flatten(like)
+        keys = jax.random.split(jax.random.fold_in(key, calls), max(len(leaves), 1))
+        calls += 1
+        drawn = [jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves, strict=False)]
+        return jax.tree.unflatten(tree, drawn)
+
+    return draw
+
+
+def client_noise(exchange: Any, client: Any) -> Callable[[Any], Any]:
+    """A simulated client's source of noise: it protects nothing, because it is made from the seed."""
+    return normals(jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(exchange, _CLIENTS), client), _NOISE))
+
+
+def server_noise(exchange: Any) -> Callable[[Any], Any]:
+    """The simulated server's source of noise: it protects nothing, because it is made from the seed."""
+    return normals(jax.random.fold_in(exchange, _SERVER_NOISE))
 
 
 def cohort(seed: int, round_: int, exchange: int, population: int, size: int) -> np.ndarray:

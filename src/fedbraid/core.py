@@ -23,6 +23,7 @@ __all__ = [
     "Algorithm",
     "Down",
     "Exchange",
+    "Guarantee",
     "Reducer",
     "Report",
     "StaticValueError",
@@ -37,7 +38,11 @@ __all__ = [
     "is_zero",
     "keep",
     "message_shapes",
+    "noised",
+    "numbers_drawn",
+    "receive_noised",
     "reduce_reports",
+    "replay",
     "same",
 ]
 
@@ -127,13 +132,28 @@ def finite(up: PyTree) -> Scalar:
     return jnp.all(jnp.stack([jnp.all(rows < jnp.inf) for rows in largest])) if floats else jnp.array(True)
 
 
+class Guarantee(NamedTuple):
+    """Differential privacy of an exchange: how noise is added, and what the accountant needs to know.
+
+    ``draw(tree)`` returns independent standard normal numbers in the shape of ``tree``. It is the only source of noise
+    here: these functions get no key. The engine provides it. A simulation draws the numbers from its seed, a deployment
+    from the operating system's entropy. So no mechanism can use noise that others can compute.
+    """
+
+    client: Callable  # (up, down, draw) -> up as it is sent
+    server: Callable  # (aggregate, expected number of uploads, down, draw) -> Aggregate that ``receive`` gets
+    noise: Any  # standard deviation on the sum of the uploads, in units of the largest norm of an upload
+    shares: int | None  # number of clients whose noise adds up to that; None if the server adds the noise
+    delta: float
+
+
 class Exchange(NamedTuple):
     """One message from the server to a cohort, and the uploads that come back.
 
     keeps: the parts of its upload on which a client's next state depends. If the server decodes other values than the
         client encoded, ``reconcile`` corrects the state, so that both sides agree (as in c = mean c_i).
-    sealed: a guarantee about the uploads exactly as clients send them (see ``transforms.dp``). Transforms that would
-        change such uploads are refused.
+    sealed: a guarantee about the uploads exactly as clients send them (see ``transforms.dp``), with its noise.
+        Transforms that would change such uploads are refused.
     guards: names of the rules by which the server judges or changes single uploads, because it does not trust clients
         (``norm_bound``, ``admit_if``). Secure aggregation refuses them: the server sees only sums.
     """
@@ -147,7 +167,7 @@ class Exchange(NamedTuple):
     cohort: Literal["fresh", "same"] = "fresh"
     admit: Callable = finite  # (up) -> bool: False means that the upload counts as not arrived
     keeps: tuple[Literal["pseudograd", "aux"], ...] = ()
-    sealed: Any = None
+    sealed: Guarantee | None = None
     guards: tuple[str, ...] = ()
 
 
@@ -173,6 +193,44 @@ def reduce_reports(reducer: Reducer, ups: PyTree, weights: Any) -> tuple[PyTree,
         return reducer.finish(lifted, weights, count), jnp.sum(weights), count
     total = jax.tree.map(lambda leaf: jnp.sum(leaf, 0), lifted)
     return reducer.finish(total, jnp.sum(weights), count), jnp.sum(weights), count
+
+
+# --- noise of private exchanges: engines call these ------------------------------------------------------------------
+
+
+def noised(exchange: Exchange, report: Report, down: Down, draw: Callable) -> Report:
+    """The report of a client as it is sent: with the noise that the exchange's guarantee asks of clients."""
+    if exchange.sealed is None:
+        return report
+    sent = exchange.sealed.client(report.up, down, draw)
+    return report._replace(up=sent, state=exchange.reconcile(report.state, report.up, sent))
+
+
+def receive_noised(
+    exchange: Exchange, server: PyTree, aggregate: Aggregate, expected: Scalar, key: Any, draw: Callable
+) -> PyTree:
+    """The server after an exchange. ``expected``: the public number of uploads by which a private mean is divided."""
+    if exchange.sealed is not None:
+        aggregate = exchange.sealed.server(aggregate, expected, exchange.send(server), draw)
+    return exchange.receive(server, aggregate, key)
+
+
+def numbers_drawn(function: Callable, *args: Any) -> tuple[PyTree, ...]:
+    """The shapes of the numbers that ``function(*args, draw)`` draws, in order."""
+    shapes: list[PyTree] = []
+
+    def draw(like: PyTree) -> PyTree:
+        shapes.append(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), like))
+        return jax.tree.map(jnp.zeros_like, like)
+
+    jax.eval_shape(lambda *given: function(*given, draw), *args)
+    return tuple(shapes)
+
+
+def replay(numbers: tuple[PyTree, ...]) -> Callable:
+    """A ``draw`` that returns the given numbers in order."""
+    following = iter(numbers)
+    return lambda like: next(following)
 
 
 # --- checks of arguments: concrete values are checked, tracers pass (a sweep is a vmap) -------------------------------
@@ -288,6 +346,22 @@ def _check_keeps(where: str, exchange: Exchange, report: Report) -> None:
             raise StructureError(f"{where}: reconcile reads the {part}, so keeps must name it, got {exchange.keeps}")
 
 
+def _zeros(like: PyTree) -> PyTree:
+    return jax.tree.map(jnp.zeros_like, like)
+
+
+def _check_noise_is_drawn(where: str, sealed: Guarantee | None, up: PyTree, aggregate: Aggregate, down: Down) -> None:
+    """Refuse a guarantee of noise whose functions draw none: their noise would come from elsewhere, or not at all."""
+    if sealed is None or is_zero(sealed.noise):
+        return
+    scalar = aggregate.count
+    if not numbers_drawn(sealed.client, up, down) + numbers_drawn(sealed.server, aggregate, scalar, down):
+        raise StructureError(
+            f"{where} promises noise (noise={sealed.noise}), but neither function of its guarantee draws any: take "
+            "the noise from draw, never from a key"
+        )
+
+
 class MessageShapes(NamedTuple):
     """What one exchange sends, as shapes and dtypes."""
 
@@ -328,6 +402,8 @@ def message_shapes(alg: Algorithm, params: PyTree, data: PyTree) -> tuple[Messag
         for name, value in report.metrics.items():
             if value.shape != ():
                 raise StructureError(f"{where}: metric {name!r} must be a scalar, got {_describe(value)}")
+        if exchange.sealed is not None:
+            report = _shapes(f"{where}, noise", lambda r, d, e=exchange: noised(e, r, d, _zeros), report, down)
         _must_match(f"{where}, client state", state, report.state)
         _check_keeps(where, exchange, report)
         one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype), report.up)
@@ -339,7 +415,13 @@ def message_shapes(alg: Algorithm, params: PyTree, data: PyTree) -> tuple[Messag
         )
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
         aggregate = Aggregate(reduced[0], scalar, scalar, scalar)
-        _must_match(f"{where}, server", server, _shapes(f"{where}, receive", exchange.receive, server, aggregate, key))
+
+        def receive(*given: Any, e: Exchange = exchange) -> PyTree:
+            return receive_noised(e, *given, draw=_zeros)
+
+        received = _shapes(f"{where}, receive", receive, server, aggregate, scalar, key)
+        _must_match(f"{where}, server", server, received)
+        _check_noise_is_drawn(where, exchange.sealed, report.up, aggregate, down)
         messages.append(MessageShapes(exchange.name, down, report.up, tuple(report.metrics)))
     return tuple(messages)
 

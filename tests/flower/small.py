@@ -1,7 +1,9 @@
 """A small federation for tests: five clients of the zoo's problem, and an algorithm that shows inconsistent states."""
 
 import functools
+import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -106,6 +108,34 @@ def losing(arrival):
         return reply if arrival(address.arrival_key(key, plain["client"]), 1) else None
 
     return tamper
+
+
+def seeded(monkeypatch, grid, exchanges=1):
+    """Give a private deployment the simulator's noise and cohorts, so that everything else can be compared.
+
+    exchanges: number of exchanges per round, with a fresh cohort each.
+    """
+    drawn = itertools.count()
+
+    def address_of(order):
+        plain = order.content[PLAIN]
+        key = address.exchange_key(jax.random.key(plain["seed"]), plain["round"], plain["exchange"])
+        return key, plain["client"]
+
+    def of_client(shapes):
+        draw = address.client_noise(*address_of(grid.sent[-1]))
+        return tuple(draw(like) for like in shapes)
+
+    def of_server(shapes):
+        draw = address.server_noise(address_of(grid.sent[-1])[0])
+        return tuple(draw(like) for like in shapes)
+
+    def cohort(population, size):
+        return address.cohort(0, *divmod(next(drawn), exchanges), population, size)
+
+    monkeypatch.setattr("fedbraid.flower.client.entropy", SimpleNamespace(normals=of_client))
+    monkeypatch.setattr("fedbraid.flower.aggregate.entropy", SimpleNamespace(normals=of_server))
+    monkeypatch.setattr("fedbraid.flower.private.entropy", SimpleNamespace(cohort=cohort))
 
 
 def close(a, b, tolerance):

@@ -6,7 +6,8 @@ import pytest
 from fedbraid import cost, simulate
 from fedbraid.flower import InProcessGrid, Policy, client_app, schema_of
 from fedbraid.flower.wire import PLAIN, array_bytes, serialized_bytes
-from flower.small import BUFFER, MESSAGE, SPLIT, WIDE, close, deploy, grid_of, load_wide, losing, narrow
+from fedbraid.transforms import is_private
+from flower.small import BUFFER, MESSAGE, SPLIT, WIDE, close, deploy, grid_of, load_wide, losing, narrow, seeded
 from shared_programs import COHORT, LOSSY, RAGGED, lossy, ragged
 from zoo import ALGORITHMS, ROWS, start
 
@@ -14,10 +15,15 @@ pytestmark = pytest.mark.usefixtures("strict")  # as the laws, whose programs th
 
 
 @pytest.mark.parametrize("name", list(ROWS))
-def test_deployed_is_simulated_in_float64_at_the_stated_bytes(name, x64):
-    """Three rounds of partial cohorts with lost uploads: parameters, server state and history are the simulator's."""
+def test_deployed_is_simulated_in_float64_at_the_stated_bytes(name, x64, monkeypatch):
+    """Three rounds of partial cohorts with lost uploads: parameters, server state and history are the simulator's.
+
+    A private algorithm is given the simulator's noise and cohorts; test_entropy.py tests its own.
+    """
     alg, simulated = ragged(name), lossy(name, rounds=3)
     grid = grid_of(alg, name="zoo", tamper=losing(LOSSY))
+    if is_private(alg):
+        seeded(monkeypatch, grid)
     policy = Policy(deadline=0.02, join=1.0)
     served = deploy(alg, grid, rounds=3, cohort=COHORT, fingerprint="zoo", policy=policy)
     close(served.params, simulated.params, 1e-12)

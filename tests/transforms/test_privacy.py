@@ -7,12 +7,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import optimize, stats
 
 import fedbraid as fb
-from fedbraid.core import Exchange, StructureError, check_structure
+from fedbraid.core import Aggregate, Exchange, StructureError, check_structure, numbers_drawn, reduce_reports
 from fedbraid.costs import cost, data_shapes
 from fedbraid.local import ClientData
-from fedbraid.transforms import adaptive_clip, clip, dp, elastic, epsilon, epsilon_by_round, median, quantize
+from fedbraid.simulation.rounds import say_noise_is_seeded
+from fedbraid.transforms import (
+    adaptive_clip,
+    clip,
+    dp,
+    elastic,
+    epsilon,
+    epsilon_by_round,
+    epsilon_of_rows,
+    median,
+    quantize,
+)
+from told import told
 from transforms.toy import holding, many_rounds, one_round, sending
 from zoo import clients, loss, start
 
@@ -166,30 +179,119 @@ def test_another_key_gives_other_noise(where):
     assert abs(np.corrcoef(a, b)[0, 1]) < 5 / np.sqrt(WIDE)
 
 
+def test_the_noise_is_drawn_by_the_engine_and_not_from_the_clients_or_the_servers_key():
+    """The functions that get keys are the same for every key; all noise comes from ``draw``."""
+    for where, shares in (("server", None), ("clients", 2)):
+        alg = dp(sending(4), noise=1.0, bound=0.4, where=where, shares=shares, quantile=0.5)
+        (exchange,) = alg.exchanges
+        server = alg.init({"x": jnp.zeros(4)})
+        down, data = exchange.send(server), ClientData.of({"u": jnp.ones((1, 4))})
+        one, two = (exchange.client(down, jnp.zeros(()), data, jax.random.key(seed)) for seed in (0, 1))
+        np.testing.assert_array_equal(all_of(one.up), all_of(two.up))
+        up, weight, count = reduce_reports(exchange.reducer, jax.tree.map(lambda leaf: leaf[None], one.up), jnp.ones(1))
+        aggregate = Aggregate(up, weight, count, 2)
+        one, two = (exchange.receive(server, aggregate, jax.random.key(seed)) for seed in (0, 1))
+        np.testing.assert_array_equal(all_of(one), all_of(two))
+        assert exchange.sealed is not None
+        drawn = [
+            numbers_drawn(exchange.sealed.client, up, down),
+            numbers_drawn(exchange.sealed.server, aggregate, 2.0, down),
+        ]
+        assert [len(shapes) for shapes in drawn] == ([0, 2] if where == "server" else [2, 0])  # upload and bit
+
+
+def test_a_guarantee_without_noise_is_refused():
+    """A mechanism that takes its noise from elsewhere, for example from a key, does not draw any."""
+    alg = dp(sending(3), noise=1.0)
+    (exchange,) = alg.exchanges
+    assert exchange.sealed is not None
+    silent = exchange.sealed._replace(server=lambda aggregate, expected, down, draw: aggregate)
+    wrong = alg._replace(exchanges=(exchange._replace(sealed=silent),))
+    shapes = data_shapes(holding(np.zeros((2, 3))))
+    check_structure(alg, {"x": jnp.zeros(3)}, shapes)
+    with pytest.raises(StructureError, match="never from a key"):
+        check_structure(wrong, {"x": jnp.zeros(3)}, shapes)
+
+
+def test_the_simulator_says_once_that_its_noise_protects_nothing():
+    alg, data = dp(sending(3), noise=1.0), holding(np.zeros((2, 3)))
+    say_noise_is_seeded.cache_clear()
+    with told("protect nothing") as texts:
+        for _ in range(2):
+            fb.simulate(alg, {"x": jnp.zeros(3)}, data, rounds=1, devices=1)
+    assert len(texts) == 1
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_private_mean_is_the_sum_over_the_number_of_uploads_expected():
+    """Two of five uploads arrive. Without noise the mean is their sum / 5, and SCAFFOLD's invariants agree with it."""
+    there = np.array([True, False, False, True, False])
+    alg = dp(sending(6), noise=0.0, bound=1.0)
+    server, *_ = one_round(alg, {"x": jnp.zeros(6)}, VECTORS, there=there)
+    clipped = VECTORS * np.minimum(1, 1 / NORMS)[:, None]
+    np.testing.assert_allclose(server["x"] / 5, clipped[there].sum(0) / 5, rtol=1e-10)  # ``sending`` multiplies by 5
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_lost_bit_counts_as_neither_within_nor_outside():
+    alg = dp(sending(6), noise=0.0, bound=1.0, quantile=0.5, rate=0.3)
+    server, *_ = one_round(alg, {"x": jnp.zeros(6)}, VECTORS, there=np.array([True, False, False, True, True]))
+    share = 0.5 + (1 * 0.5 - 2 * 0.5) / 5  # one upload within the bound, two outside, two lost
+    np.testing.assert_allclose(server.own["train"], np.exp(-0.3 * (share - 0.5)), rtol=1e-10)
+
+
 # --- the accountant --------------------------------------------------------------------------------------------------
 
 
 def by_dp_accounting(events, delta):
-    from dp_accounting import rdp
+    """The smallest epsilon of dp-accounting's two accountants; the events are (noise multiplier, rate, number)."""
+    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, pld, rdp
 
-    accountant = rdp.RdpAccountant()
-    for event, count in events:
-        accountant.compose(event, count)
-    return accountant.get_epsilon(delta)
+    accountants = rdp.RdpAccountant(), pld.PLDAccountant(value_discretization_interval=1e-3)
+    for accountant in accountants:
+        for z, q, count in events:
+            accountant.compose(PoissonSampledDpEvent(q, GaussianDpEvent(z)), count)
+    return min(accountant.get_epsilon(delta) for accountant in accountants)
 
 
-def sampled(z, q):
-    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
-
-    return PoissonSampledDpEvent(q, GaussianDpEvent(z))
+def near(value):
+    return pytest.approx(value, rel=2e-3)
 
 
 def test_epsilon_is_dp_accountings_own():
-    assert epsilon(1.0, 0.01, 1000, 1e-6) == pytest.approx(by_dp_accounting([(sampled(1.0, 0.01), 1000)], 1e-6))
-    assert epsilon(1.0, 0.01, 1000, 1e-6) == pytest.approx(2.4367, abs=1e-4)
-    assert epsilon(0.7, 1.0, 3, 1e-5) == pytest.approx(by_dp_accounting([(sampled(0.7, 1.0), 3)], 1e-5))
+    poisson = functools.partial(epsilon, cohorts="poisson")
+    assert poisson(1.0, 0.01, 1000, 1e-6) == near(by_dp_accounting([(1.0, 0.01, 1000)], 1e-6))
+    assert epsilon(1.0, 0.01, 1000, 1e-6) == near(by_dp_accounting([(0.5, 0.01, 1000)], 1e-6))
+    assert epsilon(0.7, 1.0, 3, 1e-5) == near(by_dp_accounting([(0.7, 1.0, 3)], 1e-5))
+    assert epsilon(1.0, 0.1, 300, 1e-5) == near(57.44)  # by PLD; 81.3 by Renyi divergences
     assert epsilon(0.0, 0.1, 1, 1e-5) == math.inf
     assert epsilon(1.0, 0.1, 0, 1e-5) == 0
+
+
+def lost_at(eps, q, shift, flip):
+    """The exact delta at ``eps`` of (1 - q) N(0) + q N(shift) against N(0), by quadrature; ``flip`` exchanges them."""
+    x = np.linspace(-15, 15 + shift, 600_001)
+    one = (1 - q) * stats.norm.pdf(x) + q * stats.norm.pdf(x - shift)
+    other = stats.norm.pdf(x)
+    one, other = (other, one) if flip else (one, other)
+    return np.trapezoid(np.maximum(one - np.exp(eps) * other, 0), x)
+
+
+@pytest.mark.parametrize(("z", "q"), [(1.0, 0.3), (2.0, 0.1)])
+def test_fixed_cohorts_cost_exactly_what_the_worst_clients_lose(z, q):
+    """One round of a fixed cohort, where all other clients send -C and one client C: the exact loss of privacy.
+
+    If the client is removed, another client takes its place in the cohort: the sum moves by 2 C. The formula for
+    Poisson sampling promises less epsilon than this round costs.
+    """
+    delta = 1e-4
+
+    def exact(eps):
+        return max(lost_at(eps, q, 2 / z, flip) for flip in (False, True)) - delta
+
+    found = optimize.brentq(exact, 1e-6, 50)
+    assert epsilon(z, q, 1, delta) == near(found)
+    assert epsilon(z, q, 1, delta, cohorts="poisson") < 0.8 * found
 
 
 def two_exchanges(cohort):
@@ -204,26 +306,45 @@ def test_epsilon_by_round_composes_what_was_released():
     one = account(dp(sending(3), noise=1.2))
     by_default = epsilon_by_round(dp(sending(3), noise=1.2, delta=1e-5), sampling=0.05, rounds=20)
     np.testing.assert_array_equal(one, by_default)
-    assert one[-1] == pytest.approx(epsilon(1.2, 0.05, 20, 1e-5))
-    assert one[6] == pytest.approx(epsilon(1.2, 0.05, 7, 1e-5))
-    assert np.all(np.diff(one) > 0)
+    assert one[-1] == near(epsilon(1.2, 0.05, 20, 1e-5))
+    assert one[9] == near(epsilon(1.2, 0.05, 10, 1e-5))
+    for i in range(20):  # 16 of them tight
+        assert epsilon(1.2, 0.05, i + 1, 1e-5) <= one[i] * (1 + 1e-9)
+    assert np.all(np.diff(one) >= 0)
     # a fresh cohort costs like twice the rounds; the same cohort like one mechanism with less noise
     fresh, same = (account(dp(two_exchanges(cohort), noise=1.2)) for cohort in ("fresh", "same"))
-    assert fresh[-1] == pytest.approx(epsilon(1.2, 0.05, 40, 1e-5))
-    assert same[-1] == pytest.approx(epsilon(1.2 / np.sqrt(2), 0.05, 20, 1e-5))
+    assert fresh[-1] == near(epsilon(1.2, 0.05, 40, 1e-5))
+    assert same[-1] == near(epsilon(1.2 / np.sqrt(2), 0.05, 20, 1e-5))
     assert same[-1] > fresh[-1]
     assert np.all(np.isinf(account(dp(sending(3), noise=0.0))))
+
+
+def test_epsilon_of_all_clients_is_exact_in_every_round():
+    found = epsilon_by_round(dp(sending(3), noise=3.0), sampling=1.0, rounds=5, delta=1e-5)
+    for i, eps in enumerate(found):
+        shift = np.sqrt(i + 1) / 3  # rounds without sampling are one Gaussian mechanism
+        assert lost_at(eps, 1.0, shift, False) == pytest.approx(1e-5, rel=1e-3)
 
 
 def test_fewer_uploads_than_shares_mean_less_noise_and_a_larger_epsilon():
     alg = dp(sending(3), noise=1.2, where="clients", shares=10)
     arrived = np.array([10, 5, 0, 10])
     spent = epsilon_by_round(alg, sampling=0.1, rounds=4, delta=1e-5, history={"train/arrived": arrived})
-    events = [(sampled(1.2, 0.1), 2), (sampled(1.2 * np.sqrt(0.5), 0.1), 1)]
-    assert spent[-1] == pytest.approx(by_dp_accounting(events, 1e-5))
+    assert spent[-1] == near(by_dp_accounting([(0.6, 0.1, 2), (0.6 * np.sqrt(0.5), 0.1, 1)], 1e-5))
     assert spent[2] == spent[1]  # no upload arrived
     with pytest.raises(ValueError, match="history"):
         epsilon_by_round(alg, sampling=0.1, rounds=4, delta=1e-5)
+
+
+def test_epsilon_of_rows_counts_every_release():
+    """A round of two exchanges, the first exchange of that round again (the server crashed after it), another rate."""
+    alg = dp(two_exchanges("fresh"), noise=1.2)
+    whole = {"train/sampling": 0.5, "train/arrived": 4, "again/sampling": 0.5, "again/arrived": 4}
+    part = {"train/sampling": 0.25, "train/arrived": 4}
+    assert epsilon_of_rows(alg, [whole, part]) == near(by_dp_accounting([(0.6, 0.5, 2), (0.6, 0.25, 1)], 1e-5))
+    skipped = {"train/sampling": 0.25, "train/arrived": 0}
+    assert epsilon_of_rows(alg, [whole, part, skipped]) == epsilon_of_rows(alg, [whole, part])
+    assert epsilon_of_rows(alg, []) == 0
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------
@@ -257,6 +378,7 @@ def test_fewer_uploads_than_shares_mean_less_noise_and_a_larger_epsilon():
         (lambda: epsilon(-1.0, 0.1, 1, 1e-5), "noise"),
         (lambda: epsilon(1.0, 0.0, 1, 1e-5), "sampling"),
         (lambda: epsilon(1.0, 0.1, 1, 0.0), "delta"),
+        (lambda: epsilon(1.0, 0.1, 1, 1e-5, cohorts="all"), "cohorts"),
         (lambda: epsilon_by_round(sending(3), sampling=0.1, rounds=1, delta=1e-5), "dp"),
     ],
 )

@@ -4,7 +4,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, reduce_reports
+from fedbraid import address
+from fedbraid.core import (
+    Aggregate,
+    Algorithm,
+    Down,
+    Exchange,
+    Report,
+    Up,
+    noised,
+    receive_noised,
+    reduce_reports,
+)
 from fedbraid.data.federated import Split
 from fedbraid.local import Batches, ClientData, local_work
 
@@ -45,6 +56,13 @@ def sending(d, *, aux=False, opaque=False, weight=None):
     )
 
 
+def take_in(exchange, server, aggregate, key):
+    """The server's part. All clients are asked, so that as many uploads are expected as there are clients."""
+    return receive_noised(
+        exchange, server, aggregate, jnp.asarray(aggregate.population, float), key, address.server_noise(key)
+    )
+
+
 def one_round(alg, params, data, *, there=None, seed=0):
     """(server, states, uploads, metrics) after one round without an engine. ``there``: mask of uploads that arrive.
 
@@ -61,11 +79,12 @@ def one_round(alg, params, data, *, there=None, seed=0):
         down = exchange.send(server)
 
         def client(offset, size, key):
-            return exchange.client(down, state, ClientData(arrays, offset, size, int(split.sizes.max())), key)
+            report = exchange.client(down, state, ClientData(arrays, offset, size, int(split.sizes.max())), key)
+            return noised(exchange, report, down, address.client_noise(key, 0))
 
         reports = jax.vmap(client)(offsets, sizes, keys[1:])
         up, weight, count = reduce_reports(exchange.reducer, reports.up, jnp.where(there, reports.weight, 0))
-        server = exchange.receive(server, Aggregate(up, weight, count, n), keys[0])
+        server = take_in(exchange, server, Aggregate(up, weight, count, n), keys[0])
         return server, reports.state, reports.up, reports.metrics
 
     keys = jax.random.split(jax.random.key(seed), n + 1)
@@ -92,12 +111,13 @@ def many_rounds(alg, params, split, there, *, seed=0):
             def client(state, offset, size, key):
                 data = ClientData(arrays, offset, size, int(split.sizes.max()))
                 report = exchange.client(down, state, data, key)
+                report = noised(exchange, report, down, address.client_noise(key, 0))
                 return report, exchange.admit(report.up)
 
             reports, admitted = jax.vmap(client)(states, offsets, sizes, keys[1:])
             heard = there & admitted
             up, weight, count = reduce_reports(exchange.reducer, reports.up, jnp.where(heard, reports.weight, 0))
-            server = exchange.receive(server, Aggregate(up, weight, count, n), keys[0])
+            server = take_in(exchange, server, Aggregate(up, weight, count, n), keys[0])
             commit = lambda new, old: jnp.where(heard.reshape(n, *[1] * (old.ndim - 1)), new, old)  # noqa: E731
             return (server, jax.tree.map(commit, reports.state, states)), None
 

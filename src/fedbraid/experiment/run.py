@@ -18,7 +18,7 @@ from fedbraid.experiment.figures import draw_run, save
 from fedbraid.experiment.summary import RunSummary, summarize_run
 from fedbraid.simulation import Checkpoints, Progress, Result, hosts, simulate
 from fedbraid.simulation.evaluate import evaluator
-from fedbraid.transforms.privacy import epsilon_by_round, is_private
+from fedbraid.transforms.accounting import epsilon_by_round, is_private
 
 __all__ = ["run_config"]
 

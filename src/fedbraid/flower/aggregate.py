@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbraid import address
-from fedbraid.core import Algorithm, Exchange
-from fedbraid.simulation.tally import server_step
+from fedbraid.core import Algorithm, Exchange, numbers_drawn, replay
+from fedbraid.flower import entropy
+from fedbraid.simulation.tally import Sizes, server_step
 
 __all__ = ["Aggregator", "Summed", "Upload"]
 
@@ -51,10 +53,13 @@ class Aggregator:
         self._judge = jax.jit(partial(_judge, exchange))
         self._add = jax.jit(partial(jax.tree.map, jnp.add))
 
-        def receive(server: PyTree, combined: PyTree, weight: Any, count: Any, key: Any) -> PyTree:
-            return server_step(exchange, server, combined, weight, count, population, key)
+        sizes = Sizes(population, rows)
 
-        self._receive = jax.jit(receive)
+        def receive(server: PyTree, sums: tuple[PyTree, Any, Any], key: Any, draw: Callable) -> PyTree:
+            return server_step(exchange, server, sums, sizes, key, draw)
+
+        self._noise = partial(numbers_drawn, receive) if exchange.sealed is not None else lambda *given: ()
+        self._receive = jax.jit(lambda server, sums, key, numbers: receive(server, sums, key, replay(numbers)))
 
     def upload(self, up: PyTree, weight: float, metrics: dict[str, float]) -> Upload | None:
         """The upload for the reducer; None if the exchange does not admit it (it is not finite)."""
@@ -63,9 +68,13 @@ class Aggregator:
 
     def step_sum(self, server: PyTree, summed: Summed, round_: int, seed: int) -> tuple[PyTree, dict[str, float]]:
         """As `step`, where only the sum of the uploads is known."""
-        key = address.exchange_key(jax.random.key(seed), round_, self._index)
         weight = jnp.asarray(summed.weight, jnp.result_type(float))
-        return self._receive(server, summed.combined, weight, jnp.int32(summed.count), key), summed.metrics
+        return self._next(server, (summed.combined, weight, jnp.int32(summed.count)), round_, seed), summed.metrics
+
+    def _next(self, server: PyTree, sums: tuple[PyTree, Any, Any], round_: int, seed: int) -> PyTree:
+        """The server's next state. Its noise comes from the operating system, so that no client can compute it."""
+        given = server, sums, address.exchange_key(jax.random.key(seed), round_, self._index)
+        return self._receive(*given, entropy.normals(self._noise(*given)))
 
     def step(
         self, server: PyTree, uploads: dict[int, Upload], round_: int, seed: int
@@ -86,8 +95,7 @@ class Aggregator:
             for more in lifted[1:]:
                 combined = self._add(combined, more)
             weight = jnp.asarray(weights.sum())
-        key = address.exchange_key(jax.random.key(seed), round_, self._index)
-        server = self._receive(server, combined, weight, jnp.int32(len(taken)), key)
+        server = self._next(server, (combined, weight, jnp.int32(len(taken))), round_, seed)
         total = float(weights.sum())
         names = taken[0].metrics
         mean = {

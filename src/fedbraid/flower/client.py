@@ -17,7 +17,7 @@ import fedbraid
 from fedbraid import address
 from fedbraid.core import Algorithm, Report
 from fedbraid.data.description import Preprocess
-from fedbraid.flower import wire
+from fedbraid.flower import entropy, wire
 from fedbraid.flower.compiled import CACHE_DIR, use_cache
 from fedbraid.flower.evaluate import batches_of, rows_of, sums_program
 from fedbraid.flower.identity import (
@@ -30,6 +30,7 @@ from fedbraid.flower.identity import (
     shapes_of,
 )
 from fedbraid.flower.pack import Layout, layout_of, pack, read_records, records, unpack
+from fedbraid.flower.programs import client_program, noise_shapes
 from fedbraid.flower.rows import padded, room_for
 from fedbraid.flower.secure.messages import signed
 from fedbraid.flower.secure.site import SecureSite
@@ -135,7 +136,8 @@ class _Site:
         self.sums: Callable = lambda *given: {}
         self.secure: SecureSite | None = None
         self.params = shapes_of(params)
-        self.programs = [jax.jit(exchange.client) for exchange in lower(alg, LoweringOptions()).exchanges]
+        self.lowered = lower(alg, LoweringOptions()).exchanges
+        self.programs = [jax.jit(client_program(exchange)) for exchange in self.lowered]
         self.prints: dict[str, str] = {}
         self.layouts: dict[str, str] = {}
 
@@ -248,7 +250,9 @@ class _Site:
         states = states_of(context, order.run, order.client) if self.state_layout.leaves else None
         state = self.state(states, order)
         key = address.exchange_key(jax.random.key(order.seed), order.round, order.exchange)
-        report: Report = self.programs[index](down, state, data, address.client_key(key, order.client))
+        given = down, state, data, address.client_key(key, order.client)
+        noise = entropy.normals(noise_shapes(self.lowered[index], *given))  # the server must not be able to compute it
+        report: Report = self.programs[index](*given, noise)
         if states is not None:
             states.write(order.tag, pack(report.state))
             states.keep({order.durable, order.base, order.tag})

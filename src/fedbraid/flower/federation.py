@@ -252,7 +252,8 @@ def federation_server_app(federation: Federation) -> ServerApp:
             clients = score.by_client(served.params)
         declared, finished = experiment.metrics.declared, served.rounds == rounds
         summary = write_run(out, config, served, finished=finished, clients=clients, declared=declared)
-        _say(f"done: {summary.rounds} rounds in {summary.seconds:.1f} s, written to {out}")
+        spent = f", epsilon {summary.final['epsilon']:.3g}" if "epsilon" in summary.final else ""
+        _say(f"done: {summary.rounds} rounds in {summary.seconds:.1f} s{spent}, written to {out}")
 
     return app
 

@@ -20,6 +20,7 @@ from fedbraid.core import Algorithm, MessageShapes, message_shapes
 from fedbraid.data.description import Preprocess, fields_of
 from fedbraid.data.federated import Split
 from fedbraid.flower.pack import Layout, layout_of, pack
+from fedbraid.flower.programs import client_program, noise_shapes
 from fedbraid.local import ClientData
 
 __all__ = ["Messages", "Schema", "check_data", "fingerprint", "messages_of", "schema_of"]
@@ -135,7 +136,8 @@ def fingerprint(alg: Algorithm, params: PyTree, schema: Schema, preprocess: Prep
     server, state = jax.eval_shape(alg.init, params), shapes_of(jax.eval_shape(alg.init_client, params))
     for exchange in alg.exchanges:
         down = shapes_of(jax.eval_shape(exchange.send, server))
-        program = jax.make_jaxpr(exchange.client)(down, state, _data(schema, preprocess), key)
+        given = down, state, _data(schema, preprocess), key
+        program = jax.make_jaxpr(client_program(exchange))(*given, noise_shapes(exchange, *given))
         digest.update(exchange.name.encode())
         digest.update(layout_of((down, state)).to_json().encode())
         # memory addresses of functions differ between processes

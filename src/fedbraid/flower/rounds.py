@@ -32,6 +32,7 @@ from fedbraid.flower.identity import Messages, Schema, fingerprint, messages_of,
 from fedbraid.flower.pack import Layout, MessageError, check_layout, layout_of, read_records, records
 from fedbraid.flower.policy import Policy, TooFewError
 from fedbraid.flower.post import Letter, Post
+from fedbraid.flower.private import PrivateRun
 from fedbraid.flower.roster import Roster, Terms
 from fedbraid.flower.secure.messages import signed
 from fedbraid.flower.secure.rounds import SecureRounds, secure_rounds
@@ -74,6 +75,7 @@ class Round(NamedTuple):
         shown = {k: v for k, v in self.evaluation.items() if not is_client_column(k)}
         shown = shown or {k: v for k, v in self.row.items() if k.split("/")[-1] == "loss"}
         scores = "".join(f"  {name} {value:.4g}" for name, value in list(shown.items())[:3])
+        scores += f"  epsilon {self.row['epsilon']:.3g}" if "epsilon" in self.row else ""
         return (
             f"round {self.round}/{self.rounds}  nodes {self.total('arrived'):g}/{self.total('asked'):g}  "
             f"down {format_bytes(sent['down'])}  up {format_bytes(sent['up'])}"
@@ -88,7 +90,8 @@ class Site:
     schema: shapes and dtypes of the data's fields (:func:`fedbraid.flower.schema_of`). A node with other fields is
         refused.
     population: number of clients (SCAFFOLD's N). cohort: how many are asked in a round (default: all).
-    seed: of cohorts and clients. The simulator draws the same ones.
+    seed: of cohorts and clients. The simulator draws the same ones. The noise and the cohorts of private algorithms do
+        not come from it, but from the operating system (:mod:`fedbraid.flower.entropy`).
     policy: deadlines, and what happens when nodes are missing.
     fingerprint: a name for what clients compute, the same on all nodes; None makes one from the programs.
     preprocess: the same as in the nodes' :func:`client_app`.
@@ -169,6 +172,7 @@ class MessageRounds:
         self.durable_first = INIT  # the tag of the clients' first states in the last checkpoint
         self.attempt = secrets.token_hex(3)  # makes tags unique: a round repeated after a restart gets other tags
         self.told: Round | None = None  # the report of the last round
+        self.private = PrivateRun(alg)
         self.folder: Path | None = None
         self.scorer: Callable[[PyTree], dict[str, Any]] | None = None
         self.declared: tuple[Metric, ...] = ()  # the metrics that clients evaluate
@@ -307,7 +311,7 @@ class MessageRounds:
             return [client for client in before if client in self.roster.clients]
         here = sorted(self.roster.clients)
         size = min(self.cohort, len(here))
-        return [here[i] for i in address.cohort(self.seed, round_, exchange, len(here), size)] if size else []
+        return [here[i] for i in self.private.cohort(self.seed, round_, exchange, len(here), size)] if size else []
 
     def order(self, exchange: int, round_: int, suffix: str = "") -> Asked:
         """The request for one exchange of one round: how to write its messages and read its uploads.
@@ -405,7 +409,9 @@ class MessageRounds:
             size, many = self.messages[index].down.nbytes, len(cohort) if asked.tally["down"] else 0
             columns = means | {"arrived": len(taken)} | self.desk.account(asked, started, many, size, len(taken))
             columns |= self.secure.columns(asked) if self.secure else {}
+            columns |= self.private.record(part.name, self.attempt, round_, len(taken))
             row |= {f"{part.name}/{name}": value for name, value in columns.items()}
+        row |= self.private.spent()
         row |= {"late": self.counts["late"] - late, "skipped": float(not enough), "seconds": time.monotonic() - began}
         self.history.append(row)
         self.done += 1

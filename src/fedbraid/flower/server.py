@@ -119,6 +119,7 @@ def serve(
     check_evaluation(metrics, evaluate_clients, agreed.population)
     run = MessageRounds(alg, params, grid, agreed, say)
     run.rounds, run.folder, run.scorer = rounds, checkpoints, evaluate
+    run.private.open(checkpoints)
     if agreed.secure is not None:
         say(agreed.secure.describe())
         if metrics is not None:
@@ -127,6 +128,7 @@ def serve(
         run.ask_for(metrics, agreed, evaluate_clients or agreed.population)
     if checkpoints is not None and checkpoint.exists(checkpoints):
         run.restore(checkpoint.latest(checkpoints))
+        run.private.check(run.done)
         if run.done > rounds:
             raise ValueError(f"the checkpoint in {checkpoints} is of round {run.done}, after the last round {rounds}")
     began = time.monotonic()

@@ -1,8 +1,9 @@
 """The records in messages: greetings and their answers, orders and their answers, evaluations, refusals.
 
 A Flower message contains records. Ours has a small one of plain values (``fedbraid``), and the arrays packed by dtype
-(``arrays``). Round, exchange, client and seed determine the client's random key. ``base`` and ``durable`` say which of
-its states the client starts from and which it must keep (see :mod:`fedbraid.flower.states`).
+(``arrays``). Round, exchange, client and seed determine the client's random key, but not the noise of differential
+privacy (:mod:`fedbraid.flower.entropy`). ``base`` and ``durable`` say which of its states the client starts from and
+which it must keep (see :mod:`fedbraid.flower.states`).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from fedbraid.simulation.devices import AXIS, replicated
 from fedbraid.simulation.lanes import run_on_lanes
 from fedbraid.simulation.options import EngineOptions
 from fedbraid.simulation.plan import Plan, Slots
-from fedbraid.simulation.tally import Bench, Tally, add_client, only, server_step, total, zero_tally
+from fedbraid.simulation.tally import Bench, Sizes, Tally, add_client, only, server_step, total, zero_tally
 
 __all__ = ["Program", "Task", "compile_rounds"]
 
@@ -122,8 +122,8 @@ class _Rounds:
                 check_vma=False,
             )
         tally, states = spread(exchange.send(server), arrays, slots, states, key)
-        weight, population = jnp.sum(tally.weight), self.task.data.train.num_clients
-        server = server_step(exchange, server, tally.combined, tally.weight, tally.count, population, key)
+        weight, sizes = jnp.sum(tally.weight), Sizes(self.task.data.train.num_clients, self.plan.cohort)
+        server = server_step(exchange, server, tally[:3], sizes, key, address.server_noise(key))
         row = {f"{exchange.name}/{k}": v / jnp.where(weight > 0, weight, jnp.nan) for k, v in tally.metrics.items()}
         row |= {f"{exchange.name}/arrived": tally.count, f"{exchange.name}/refused": tally.refused}
         return server, states, row

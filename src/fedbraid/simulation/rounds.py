@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -41,6 +42,16 @@ def exhausted(error: BaseException) -> bool:
 def strong(tree: PyTree) -> PyTree:
     """Copies of the arrays without weak types (those of Python numbers)."""
     return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.asarray(leaf).dtype), tree)
+
+
+@functools.cache
+def say_noise_is_seeded() -> None:
+    """Say once in a process that simulated noise protects nothing."""
+    notice(
+        "the simulator draws the noise and the cohorts of differential privacy from the seed, so that a run can be "
+        "repeated: they show what privacy costs, and protect nothing. Do not publish a simulated model as private; a "
+        "deployment (fedbraid deploy) draws them from the operating system"
+    )
 
 
 class Start(NamedTuple):
@@ -92,6 +103,8 @@ class CompiledRounds:
         self._end = 0  # the last round of the stream
         key = jax.random.key(feed.seed)
         self.seed_key = place(key, replicated(feed.mesh)) if hosts.several() else key
+        if any(exchange.sealed is not None for exchange in feed.alg.exchanges):
+            say_noise_is_seeded()
         self._begin(start)
 
     def _begin(self, start: Start) -> None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from fedbraid import address
-from fedbraid.core import Aggregate, Exchange, Report
+from fedbraid.core import Aggregate, Exchange, Report, noised, receive_noised
 from fedbraid.local import ClientData, LocalWork
 from fedbraid.simulation.arrival import Arrival
 from fedbraid.simulation.plan import Slots
@@ -18,6 +18,7 @@ from fedbraid.simulation.plan import Slots
 __all__ = [
     "Bench",
     "ClientResult",
+    "Sizes",
     "Tally",
     "add_client",
     "add_clients",
@@ -76,6 +77,7 @@ class Bench(NamedTuple):
     def judge(self, slot: Any, state: PyTree, report: Report) -> ClientResult:
         """The client's tally and next state: the report counts only if the upload arrived and was admitted."""
         exchange, client = self.exchange, self.slots.ids[slot]
+        report = noised(exchange, report, self.down, address.client_noise(self.key, client))
         size = self.slots.size[slot]
         steps = exchange.client.count(size) if isinstance(exchange.client, LocalWork) else jnp.int32(1)
         arrived = self.arrival(address.arrival_key(self.key, client), steps)
@@ -102,19 +104,29 @@ def _add(a: PyTree, b: PyTree) -> PyTree:
     return jax.tree.map(jnp.add, a, b)
 
 
+class Sizes(NamedTuple):
+    """Two public numbers of clients: of all of them, and of those that are asked in a round."""
+
+    population: int
+    cohort: int
+
+
 def server_step(
-    exchange: Exchange, server: PyTree, combined: PyTree, weight: Any, count: Any, population: Any, key: Any
+    exchange: Exchange, server: PyTree, sums: tuple[PyTree, Any, Any], sizes: Sizes, key: Any, draw: Callable
 ) -> PyTree:
     """The server's state after an exchange: it receives the reducer's result of the uploads.
 
-    combined, weight: sums over the uploads; for a gather reducer one row per upload. key: the exchange's key.
+    sums: combined uploads, weight and count; for a gather reducer the first two have one row per upload. key: the
+    exchange's key. draw: the source of the noise of a private exchange.
     Without any upload the server keeps its state, so that momentum does not move the model.
     """
+    combined, weight, count = sums
     up = exchange.reducer.finish(combined, weight, count)
     # in the default float dtype: int32 / int32 would be float32, and |S|/N would have only its precision
-    number, clients = (jnp.asarray(n, jnp.result_type(float)) for n in (count, population))
+    number, clients, expected = (jnp.asarray(n, jnp.result_type(float)) for n in (count, *sizes))
     aggregate = Aggregate(up, jnp.sum(weight), number, clients)
-    return select(count > 0, exchange.receive(server, aggregate, address.server_key(key)), server)
+    received = receive_noised(exchange, server, aggregate, expected, address.server_key(key), draw)
+    return select(count > 0, received, server)
 
 
 def zero_tally(shapes: Tally, gather: bool, slots: int) -> Tally:

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping
 
 from fedbraid.core import Algorithm
+from fedbraid.transforms.accounting import epsilon, epsilon_by_round, epsilon_of_rows, is_private
 from fedbraid.transforms.byzantine import attack
 from fedbraid.transforms.compression import qsgd, quantize, top_k
 from fedbraid.transforms.elastic_aggregation import elastic
-from fedbraid.transforms.privacy import adaptive_clip, clip, dp, epsilon, epsilon_by_round, is_private
+from fedbraid.transforms.privacy import adaptive_clip, clip, dp
 from fedbraid.transforms.robust import (
     admit_if,
     geometric_median,
@@ -27,6 +28,7 @@ __all__ = [
     "elastic",
     "epsilon",
     "epsilon_by_round",
+    "epsilon_of_rows",
     "geometric_median",
     "is_private",
     "krum",
