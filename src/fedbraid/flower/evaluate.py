@@ -92,9 +92,11 @@ def sums_shapes(
 # -- the server
 
 
-def are_sums(found: Sums) -> bool:
-    """Whether all numbers are finite and no weight is negative."""
-    return all(np.all(np.isfinite(both)) and both[1] >= 0 for both in found.values())
+def are_sums(found: Sums, clients: int) -> bool:
+    """Whether no weight is negative, and all numbers are so small that ``clients`` such numbers have a finite sum."""
+    return all(
+        np.all(np.abs(both) <= float(np.finfo(np.float32).max) / clients) and both[1] >= 0 for both in found.values()
+    )
 
 
 def _stacked(found: Mapping[int, Sums], population: int) -> dict[str, Any]:
