@@ -12,8 +12,22 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperGroup
 
-app = typer.Typer(no_args_is_help=True)
+
+class _Group(TyperGroup):
+    """The commands of this group. An error of the system, such as a full disk, is one line, like a user's mistake."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise ValueError(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from None
+
+
+app = typer.Typer(no_args_is_help=True, cls=_Group)
 
 AppFolder = Annotated[Path, typer.Argument(metavar="APP", help="folder made by `fedbraid deploy init`")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
