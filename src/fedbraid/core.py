@@ -123,12 +123,17 @@ def keep(state: PyTree, meant: PyTree, decoded: PyTree) -> PyTree:
     return state
 
 
-def finite(up: PyTree) -> Scalar:
-    """Whether every number of an upload is finite: the default ``admit`` of an exchange."""
+def finite(up: PyTree, scale: Scalar | None = None) -> Scalar:
+    """Whether every number of an upload is finite: the default ``admit`` of an exchange.
+
+    scale: also times this number, in the dtype of each leaf. The largest numbers are found once for both tests.
+    """
     floats = [leaf for leaf in jax.tree.leaves(up) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     # Reduce the last axis first. A GPU gives the rest of the reduction to one block per client, which is slow for a
     # large upload. On a CPU a maximum, which propagates NaN, is twice as fast as testing each number.
     largest = [jnp.max(jnp.abs(leaf), axis=-1 if leaf.ndim else None, initial=0) for leaf in floats]
+    if scale is not None:
+        largest = [rows * jnp.asarray(scale, rows.dtype) for rows in largest]
     return jnp.all(jnp.stack([jnp.all(rows < jnp.inf) for rows in largest])) if floats else jnp.array(True)
 
 
@@ -368,7 +373,7 @@ class MessageShapes(NamedTuple):
     name: str
     down: Down
     up: PyTree
-    metrics: tuple[str, ...] = ()  # names of the metrics in a report
+    metrics: tuple[str, ...] = ()  # names of the metrics that clients report
 
 
 def message_shapes(alg: Algorithm, params: PyTree, data: PyTree) -> tuple[MessageShapes, ...]:

@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from typing import Any
 
 import pytest
+
+os.environ["FLWR_TELEMETRY_ENABLED"] = "0"  # read when Flower is imported
+os.environ["FLWR_DISABLE_UPDATE_CHECK"] = "1"
 
 PROPERTY = "faults"  # the name under which a test reports its counts, also from another worker
 

@@ -5,6 +5,7 @@ A message takes seconds here (Flower starts a process for each), so rounds are f
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,16 +17,21 @@ import jax
 import numpy as np
 import pytest
 import tomli_w
+from flwr.cli.supernode.register import try_load_public_key
+from flwr.proto.control_pb2 import RegisterNodeRequest
 from matplotlib.image import imread
+from typer.testing import CliRunner
 
+from fedbraid.cli.app import make_app as make_cli
 from fedbraid.experiment import build, load_config
 from fedbraid.experiment.figures import draw_run, save
 from fedbraid.experiment.runfolder import read_metrics, read_summary
 from fedbraid.flower import InProcessGrid, Policy, client_app, load_federation, serve
 from fedbraid.flower.certificates import make_node_key
-from fedbraid.flower.launch import Rehearsal, online, run_app
+from fedbraid.flower.launch import Link, Rehearsal, online, run_app, runs_of, start_run
 from fedbraid.flower.project import write_app
 from fedbraid.simulation import checkpoint, simulate
+from told import told
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # Flower's own
 
@@ -129,13 +135,19 @@ def simulated(*settings: str):
 
 
 def test_fedavg_with_tls_registered_nodes_and_bad_replies(rehearse, tmp_path):
-    """NaN and a wrong shape in round 1, 100 MB of garbage in round 2: rejected and reported; training continues."""
+    """NaN and a wrong shape in round 1, 100 MB of garbage in round 2: rejected and reported; training continues.
+
+    A stranger who has ``ca.crt`` and reaches the port for the nodes can do nothing.
+    """
     app = make_app(tmp_path / "app", "rounds=2", "algorithm.client_lr=0.3", faulty=True)
     faults = {0: {"fault": "nan@0"}, 1: {"fault": "shape@0"}, 2: {"fault": "huge@1"}}
     rehearsal = rehearse(app, tls=True, configs=faults)
     with rehearsal.link.control() as control:
         nodes = online(control)
         assert len(nodes) == 3
+        check_strangers_at_the_gate(rehearsal, app, tmp_path)
+        assert sorted(online(control)) == sorted(nodes)
+        assert runs_of(control) == {}
         stranger = tmp_path / "stranger"
         make_node_key(stranger)
         refused = rehearsal.start_node(7, key=stranger)
@@ -160,6 +172,76 @@ def test_fedavg_with_tls_registered_nodes_and_bad_replies(rehearse, tmp_path):
     title = "fedavg on digits, deployed: mlp, cohort all, seed 0"
     save(draw_run(table, title), tmp_path / "again.png")  # the picture in the run folder is drawn from these columns
     np.testing.assert_array_equal(imread(tmp_path / "again.png"), imread(tmp_path / "run" / "curves.png"))
+    check_strangers_without_the_gate(rehearsal, app, tmp_path)
+
+
+STRANGE = """
+from pathlib import Path
+from flwr.serverapp import ServerApp
+app = ServerApp()
+
+
+@app.main()
+def main(grid, context):
+    Path(context.run_config["marker"]).write_text("a stranger's code ran on the server")
+"""
+
+
+def attack(address: str, rehearsal: Rehearsal, app: Path, tmp_path: Path) -> list[str]:
+    """A stranger with ca.crt registers an own node, starts an own app and lists the runs; why each is refused, or "".
+
+    The app's server writes the file ``strange-marker``.
+    """
+    folder = tmp_path / "strange"
+    if not folder.exists():
+        shutil.copytree(app, folder, ignore=shutil.ignore_patterns(".rehearsal"))
+        (folder / "federation" / "server.py").write_text(STRANGE)
+        about = tomllib.loads((folder / "pyproject.toml").read_text())
+        about["tool"]["flwr"]["app"]["config"]["marker"] = str(tmp_path / "strange-marker")
+        (folder / "pyproject.toml").write_text(tomli_w.dumps(about))
+    key = try_load_public_key(make_node_key(tmp_path / "strange-key"))
+    link = Link(address, rehearsal.certificates.authority, tmp_path / "stranger-home")
+    attempts = (
+        lambda control: control.RegisterNode(RegisterNodeRequest(public_key=key)),
+        lambda control: start_run(control, folder, {}),
+        runs_of,
+    )
+    reasons = []
+    for attempt in attempts:
+        try:
+            with link.control() as control:
+                attempt(control)
+            reasons.append("")
+        except ValueError as error:
+            reasons.append(str(error))
+    return reasons
+
+
+def check(app: Path, address: str, rehearsal: Rehearsal) -> str:
+    """What ``fedbraid deploy check`` says about an address."""
+    words = ["deploy", "check", app, "--node-config", "partition-id=0", "--address", address, "--json"]
+    words += ["--root-certificates", rehearsal.certificates.authority]
+    result = CliRunner().invoke(make_cli(), [str(word) for word in words])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)["exposure"]
+
+
+def check_strangers_at_the_gate(rehearsal: Rehearsal, app: Path, tmp_path: Path) -> None:
+    """Set up by the documented default, every attempt is refused, and `deploy check` has nothing to say."""
+    address = f"127.0.0.1:{rehearsal.settings['gate']}"
+    for reason in attack(address, rehearsal, app, tmp_path):
+        assert "403" in reason
+        assert "this port is only for the calls of nodes" in reason
+    assert check(app, address, rehearsal) == "closed"  # any notice fails the test
+
+
+def check_strangers_without_the_gate(rehearsal: Rehearsal, app: Path, tmp_path: Path) -> None:
+    """The same attempts at the SuperLink's own port, as if it were open to the network: all succeed, and it warns."""
+    address = f"127.0.0.1:{rehearsal.settings['port']}"
+    with told("whoever reaches this port can run code on the server and on every node"):
+        assert check(app, address, rehearsal) == "open"
+    assert attack(address, rehearsal, app, tmp_path) == ["", "", ""]
+    wait_for((tmp_path / "strange-marker").exists, 60, "the stranger's code")
 
 
 def test_mime_two_phase_and_scaffold_survive_kills_of_a_node_and_of_the_server(rehearse, tmp_path):

@@ -73,6 +73,8 @@ FAULTS = {
     "nothing": (bare, "malformed", "does not run fedbraid"),
     "other tag": (plain(tag="0.0.zzz"), "malformed", "0.0.zzz"),
     "weight as text": (plain(weight="much"), "malformed", "weight"),
+    "weight above its examples": (plain(weight=9.5), "malformed", "weight 9.5, its node stated 9 examples"),
+    "nested layout": (plain(layout="0", leaves="[" * 100_000), "malformed", "deeper than 64 levels"),
     "other layout": (other_layout, "malformed", "leaf .pseudograd['w'] should be"),
     "layout is garbage": (plain(layout="0", leaves="not json"), "malformed", ""),
     "crash": (crash, "failed", "ZeroDivisionError"),
@@ -268,6 +270,8 @@ def test_a_number_outside_the_population_is_refused(capsys):
         ({"policy": Policy(minimum=6)}, "minimum"),
         ({"policy": Policy(too_few="pray")}, "too_few"),
         ({"policy": Policy(join=-1)}, "join"),
+        ({"policy": Policy(weights="heavy")}, "weights"),
+        ({"policy": Policy(max_examples=0)}, "max_examples"),
     ],
 )
 def test_bad_options_are_refused_when_the_app_is_made(options, word):

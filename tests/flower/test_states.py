@@ -152,3 +152,22 @@ def test_the_first_state_is_made_of_the_servers_parameters():
     close(served.server, simulate(alg, start(), SPLIT, rounds=1, devices=1).server, 1e-6)
     states = simulate(alg, start(), SPLIT, rounds=1, devices=1).states
     close(committed(grid, served), states, 1e-6)
+
+
+@pytest.mark.parametrize("size", [0, 100])
+def test_a_node_with_a_cut_off_state_file_rejoins_as_one_that_lost_it(size, tmp_path, capsys):
+    grid = in_folders(grid_of(ALG), tmp_path)
+    policy = QUICK._replace(lost_state="restart")
+
+    def cut(told):
+        if told.round == 2:
+            for place in tmp_path.glob("*/3/*.npz"):
+                assert place.stat().st_mode & 0o777 == 0o600
+                place.write_bytes(place.read_bytes()[:size])
+
+    served = deploy(ALG, grid, rounds=5, policy=policy, on_round=cut)
+    assert "client 3 (node 103) lost its state" in capsys.readouterr().out
+    assert served.rounds == 5
+    assert served.counts["lost"] == 1
+    assert served.history["train/arrived"].tolist()[-1] == 5
+    np.testing.assert_allclose(committed(grid, served).mean(0), served.server.mean, atol=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json as json_
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,11 +12,33 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperGroup
 
-app = typer.Typer(no_args_is_help=True)
+
+class _Group(TyperGroup):
+    """The commands of this group. An error of the system, such as a full disk, is one line, like a user's mistake."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise ValueError(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from None
+
+
+app = typer.Typer(no_args_is_help=True, cls=_Group)
 
 AppFolder = Annotated[Path, typer.Argument(metavar="APP", help="folder made by `fedbraid deploy init`")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
+
+
+Authority = Annotated[Path | None, typer.Option(help="certificate authority of --address (default: no TLS)")]
+
+
+def _check_authority(place: Path | None) -> None:
+    if place is not None and not place.is_file():
+        raise ValueError(f"the certificate authority {place} is missing")
 
 
 def _rehearsal(folder: Path):
@@ -59,18 +82,33 @@ def init(
 def check(
     folder: AppFolder = Path(),
     node_config: Annotated[str, typer.Option(help="as for flower-supernode: 'data=\"/path.npz\" partition-id=0'")] = "",
+    address: Annotated[
+        str | None, typer.Option(help="host:port for the nodes: also check that strangers can do nothing there")
+    ] = None,
+    root_certificates: Authority = None,
     json: Json = False,
 ) -> None:
     """Load a site's data as its node would, and check that it fits the federation's schema."""
     from fedbraid.flower.check import check_site
+    from fedbraid.flower.exposure import exposure_at, warning_about
+    from fedbraid.notices import notice
 
+    _check_authority(root_certificates)
     found = check_site(folder, node_config)
+    warning = None
+    if address is not None:
+        found["exposure"] = exposure_at(address, root_certificates)
+        if warning := warning_about(address, found["exposure"]):
+            notice(warning)
     if json:
         print(json_.dumps(found))
-    else:
-        tests = f"{found['test_examples'] or 'no'} test examples"
-        words = f"the data fits: {found['examples']} examples, {tests}; fingerprint {found['fingerprint']}"
-        Console(highlight=False).print(words)
+        return
+    tests = f"{found['test_examples'] or 'no'} test examples"
+    words = f"the data fits: {found['examples']} examples, {tests}; fingerprint {found['fingerprint']}"
+    console = Console(highlight=False)
+    console.print(words)
+    if address is not None and warning is None:
+        console.print(f"{address} serves only nodes: the Control API is {found['exposure']} there")
 
 
 @app.command()
@@ -88,10 +126,34 @@ def certificates(
     made = make_certificates(folder, tuple(host), days=days)
     if json:
         print(json_.dumps({name: str(place) for name, place in made._asdict().items()}))
-    else:
-        Console(highlight=False).print(
-            f"for the SuperLink: {made.certificate}, {made.key}; for all nodes: {made.authority}"
-        )
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"for the SuperLink and the gate: {made.certificate}, {made.key}; for all nodes: {made.authority}")
+    console.print("on this machine start the SuperLink, on loopback only, and the gate, the one port to open:")
+    console.print(START.format(folder=shlex.quote(str(folder)), host=host[0]), markup=False)
+
+
+START = """\
+  FLWR_TELEMETRY_ENABLED=0 flower-superlink --host 127.0.0.1 --port 8000 --enable-supernode-auth \\
+      --disable-runtime-dependency-installation --database state.db \\
+      --ssl-ca-certfile {folder}/ca.crt --ssl-certfile {folder}/server.pem --ssl-keyfile {folder}/server.key
+  fedbraid deploy gate {folder} --port 9000
+nodes connect to {host}:9000; runs are started on this machine, or through ssh -L 8000:127.0.0.1:8000 {host}"""
+
+
+@app.command()
+def gate(
+    certificates: Annotated[Path, typer.Argument(help="folder with ca.crt, server.pem and server.key")],
+    host: Annotated[str, typer.Option(help="address to listen on")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(help="port for the nodes, the only one to open to the network")] = 9000,
+    superlink: Annotated[str, typer.Option(help="host:port of the SuperLink, on this machine")] = "127.0.0.1:8000",
+) -> None:
+    """Serve the port for the nodes: only their calls reach the SuperLink, not those that start runs or add nodes."""
+    from fedbraid.flower.certificates import Certificates
+    from fedbraid.flower.gate import run_gate
+
+    Console(stderr=True, highlight=False).print(f"the gate listens on {host}:{port}, in front of {superlink}")
+    run_gate(Certificates.at(certificates), host=host, port=port, superlink=superlink)
 
 
 @app.command()
@@ -158,9 +220,7 @@ def run(
     resume: Annotated[Path | None, typer.Option(help="run folder of a stopped run to continue")] = None,
     rounds: Annotated[int | None, typer.Option(help="rounds (default: as in the experiment's config)")] = None,
     address: Annotated[str | None, typer.Option(help="host:port of the SuperLink (default: the rehearsal's)")] = None,
-    root_certificates: Annotated[
-        Path | None, typer.Option(help="certificate authority of --address (default: no TLS)")
-    ] = None,
+    root_certificates: Authority = None,
     json: Json = False,
 ) -> None:
     """Run the app on its nodes and print a line per round. The run folder has the same files as of `fedbraid run`."""
@@ -175,8 +235,7 @@ def run(
     if address is None:
         link = _rehearsal(folder).link
     else:
-        if root_certificates is not None and not root_certificates.is_file():
-            raise ValueError(f"the certificate authority {root_certificates} is missing")
+        _check_authority(root_certificates)
         link = Link(address, root_certificates, folder / ".rehearsal" / "homes" / "control")
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     place = resume or out or Path("runs") / f"{config.algorithm.name}-{config.data.name}-deployed-{stamp}"

@@ -26,6 +26,7 @@ class Upload(NamedTuple):
     lifted: PyTree
     weight: float
     metrics: dict[str, float]
+    size: float  # its largest number
 
 
 class Summed(NamedTuple):
@@ -37,9 +38,39 @@ class Summed(NamedTuple):
     metrics: dict[str, float]  # weighted means
 
 
-def _judge(exchange: Exchange, up: PyTree, weight: Any) -> tuple[Any, PyTree]:
+class Step(NamedTuple):
+    """The server after an exchange, the mean metrics, and the clients whose uploads would have made it not finite."""
+
+    server: PyTree
+    metrics: dict[str, float]
+    unfit: list[int]
+
+
+def _largest(tree: PyTree) -> list[Any]:
+    floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return [jnp.max(jnp.abs(leaf), initial=0) for leaf in floats]
+
+
+def _judge(exchange: Exchange, rows: int, up: PyTree, weight: Any) -> tuple[Any, PyTree, Any]:
+    """(whether the upload is admitted, the upload for the reducer, its largest number).
+
+    Weighted uploads are judged as they are added: each must be so small that ``rows`` of them have a finite sum.
+    """
     weight = jnp.asarray(weight).astype(jnp.result_type(float))
-    return exchange.admit(up) & jnp.isfinite(weight) & (weight >= 0), exchange.reducer.lift(up, weight)
+    lifted = exchange.reducer.lift(up, weight)
+    largest = _largest(lifted)
+    fits = jnp.stack([jnp.array(True), *(number <= jnp.finfo(number.dtype).max / rows for number in largest)])
+    size = jnp.max(jnp.stack([weight, *(number.astype(weight.dtype) for number in largest)]))
+    return exchange.admit(up) & jnp.all(fits), lifted, size
+
+
+def _stays_finite(before: PyTree, after: PyTree) -> Any:
+    """Whether no finite number of the server's state has become NaN or infinite."""
+    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    kept = [
+        jnp.all(jnp.isfinite(new) | ~jnp.isfinite(old)) for old, new in pairs if jnp.issubdtype(new.dtype, jnp.inexact)
+    ]
+    return jnp.all(jnp.stack(kept)) if kept else jnp.array(True)
 
 
 class Aggregator:
@@ -50,7 +81,8 @@ class Aggregator:
         self.name, self._index, self._rows = exchange.name, index, rows
         self._gather = exchange.reducer.kind == "gather"
         self.send = jax.jit(exchange.send)
-        self._judge = jax.jit(partial(_judge, exchange))
+        self._judge = jax.jit(partial(_judge, exchange, rows))
+        self._stays_finite = jax.jit(_stays_finite)
         self._add = jax.jit(partial(jax.tree.map, jnp.add))
 
         sizes = Sizes(population, rows)
@@ -62,26 +94,38 @@ class Aggregator:
         self._receive = jax.jit(lambda server, sums, key, numbers: receive(server, sums, key, replay(numbers)))
 
     def upload(self, up: PyTree, weight: float, metrics: dict[str, float]) -> Upload | None:
-        """The upload for the reducer; None if the exchange does not admit it (it is not finite)."""
-        admitted, lifted = self._judge(up, weight)
-        return Upload(lifted, weight, metrics) if admitted else None
+        """The upload for the reducer; None if the exchange does not admit it (it or its summand is not finite)."""
+        if not 0 <= weight <= float(jnp.finfo(jnp.result_type(float)).max) / self._rows:
+            return None
+        admitted, lifted, size = self._judge(up, weight)
+        return Upload(lifted, weight, metrics, float(size)) if admitted else None
 
-    def step_sum(self, server: PyTree, summed: Summed, round_: int, seed: int) -> tuple[PyTree, dict[str, float]]:
+    def step_sum(self, server: PyTree, summed: Summed, round_: int, seed: int) -> Step:
         """As `step`, where only the sum of the uploads is known."""
         weight = jnp.asarray(summed.weight, jnp.result_type(float))
-        return self._next(server, (summed.combined, weight, jnp.int32(summed.count)), round_, seed), summed.metrics
+        after = self._next(server, (summed.combined, weight, jnp.int32(summed.count)), round_, seed)
+        return Step(after, summed.metrics, [])
 
     def _next(self, server: PyTree, sums: tuple[PyTree, Any, Any], round_: int, seed: int) -> PyTree:
         """The server's next state. Its noise comes from the operating system, so that no client can compute it."""
         given = server, sums, address.exchange_key(jax.random.key(seed), round_, self._index)
         return self._receive(*given, entropy.normals(self._noise(*given)))
 
-    def step(
-        self, server: PyTree, uploads: dict[int, Upload], round_: int, seed: int
-    ) -> tuple[PyTree, dict[str, float]]:
-        """The server's state after the uploads (by client), and their mean metrics. Without uploads it is unchanged."""
-        if not uploads:
-            return server, {}
+    def step(self, server: PyTree, uploads: dict[int, Upload], round_: int, seed: int) -> Step:
+        """The server's state after the uploads (by client). Without uploads it is unchanged.
+
+        If the new state is not finite, the upload with the largest number is left out, until it is.
+        """
+        rest, unfit = dict(uploads), []
+        while rest:
+            after = self._reduce(server, rest, round_, seed)
+            if self._stays_finite(server, after):
+                return Step(after, _mean_metrics([rest[client] for client in sorted(rest)]), unfit)
+            unfit.append(max(sorted(rest), key=lambda client: rest[client].size))
+            del rest[unfit[-1]]
+        return Step(server, {}, unfit)
+
+    def _reduce(self, server: PyTree, uploads: dict[int, Upload], round_: int, seed: int) -> PyTree:
         taken = [uploads[client] for client in sorted(uploads)]
         lifted = [u.lifted for u in taken]
         weights = np.zeros(self._rows if self._gather else len(taken), jnp.result_type(float))
@@ -95,11 +139,14 @@ class Aggregator:
             for more in lifted[1:]:
                 combined = self._add(combined, more)
             weight = jnp.asarray(weights.sum())
-        server = self._next(server, (combined, weight, jnp.int32(len(taken))), round_, seed)
-        total = float(weights.sum())
-        names = taken[0].metrics
-        mean = {
-            name: sum(u.metrics.get(name, np.nan) * u.weight for u in taken) / total if total > 0 else float("nan")
-            for name in names
-        }
-        return server, mean
+        return self._next(server, (combined, weight, jnp.int32(len(taken))), round_, seed)
+
+
+def _mean_metrics(taken: list[Upload]) -> dict[str, float]:
+    """The weighted mean of every metric, over the uploads that have it."""
+    out = {}
+    for name in dict.fromkeys(name for u in taken for name in u.metrics):
+        have = [(u.metrics[name], u.weight) for u in taken if name in u.metrics]
+        total = sum(weight for _, weight in have)
+        out[name] = sum(value * weight for value, weight in have) / total if total > 0 else float("nan")
+    return out

@@ -34,7 +34,7 @@ class Asked(NamedTuple):
     minimum: int  # number of answers that it needs
     wanted: Layout  # expected layout of an answer's arrays
     letter: Callable[[int, int], Letter]  # (client, node) -> the message to send
-    read: Callable[[Message], Any]  # (reply) -> its checked content; None if it is not finite
+    read: Callable[[int, Message], Any]  # (client, reply) -> its checked content; None if it is not finite
     uploads: dict[int, Any]
     awaited: dict[int, tuple[int, float]]  # client -> the node that was asked, and when
     notes: list[str]
@@ -80,7 +80,7 @@ class Desk:
         kind, reason = self.take(asked, client, reply)
         if kind:
             asked.tally[kind] += 1
-            asked.notes.append(f"client {client} (node {node}) left out, {kind}: {reason}")
+            asked.notes.append(f"client {client} (node {node}) left out, {kind}: {wire.one_line(reason)}")
 
     def take(self, asked: Asked, client: int, reply: Reply) -> tuple[str, str]:
         """Accept an upload and return two empty strings, or return the kind of fault and the reason."""
@@ -88,18 +88,18 @@ class Desk:
         if message is None:
             return "failed", reply.error
         wanted = asked.wanted.nbytes
-        if (size := wire.bounded_bytes(message, wanted + SLACK)) > wanted + SLACK:
-            return "oversized", f"it sent {format_bytes(size)}, an answer should have {format_bytes(wanted)}"
-        asked.tally["up"] += size
         try:
+            if (size := wire.bounded_bytes(message, wanted + SLACK)) > wanted + SLACK:
+                return "oversized", f"it sent {format_bytes(size)}, an answer should have {format_bytes(wanted)}"
+            asked.tally["up"] += size
             if wire.is_refusal(message):
                 refusal = read_plain(message, Refusal)
                 if refusal.greet:
                     self.roster.forget(reply.ticket.node)
                 return "refused", refusal.refused
-            upload = asked.read(message)
-        except (ValueError, TypeError) as error:
-            return "malformed", str(error)
+            upload = asked.read(client, message)
+        except wire.UNREADABLE as error:
+            return "malformed", str(error) or type(error).__name__
         if upload is None:
             return "nonfinite", "its upload is not finite"
         asked.uploads[client] = upload

@@ -24,6 +24,7 @@ from cryptography.x509.oid import NameOID
 
 __all__ = ["Certificates", "check_certificates", "make_certificates", "make_node_key"]
 
+LOOPBACK = ("localhost", "127.0.0.1")
 DAYS = 30  # validity of a rehearsal's certificates
 
 
@@ -49,10 +50,10 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
-def make_certificates(
-    folder: Path, hosts: tuple[str, ...] = ("localhost", "127.0.0.1"), *, days: float = DAYS
-) -> Certificates:
+def make_certificates(folder: Path, hosts: tuple[str, ...] = LOOPBACK, *, days: float = DAYS) -> Certificates:
     """Make a certificate authority and a server certificate for ``hosts``, valid for ``days`` days.
+
+    The certificate also names loopback: Flower's own processes and the gate connect to the SuperLink there.
 
     >>> import tempfile
     >>> check_certificates(make_certificates(Path(tempfile.mkdtemp())))
@@ -61,7 +62,7 @@ def make_certificates(
     made = Certificates.at(folder)
     now = datetime.datetime.now(datetime.UTC)
     start, end = now - datetime.timedelta(days=1), now + datetime.timedelta(days=days)
-    names = dict.fromkeys((*hosts, socket.gethostname()))
+    names = dict.fromkeys((*hosts, socket.gethostname(), *LOOPBACK))
     authority_key, server_key = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
     authority = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedbraid rehearsal authority")])
     server = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0])])

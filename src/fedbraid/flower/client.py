@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from flwr.app import ConfigRecord, Context, Message
+from flwr.app import ConfigRecord, Context, Error, Message
 from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
 
 import fedbraid
 from fedbraid import address
@@ -166,6 +167,10 @@ class _Site:
                 _log.error("refused: %s", error)
                 greet = isinstance(error, StateLostError)
                 return Message(content(Refusal(str(error), greet)), reply_to=message)
+            except OSError as error:  # a full disk or a missing file; the server counts the reply as failed
+                reason = f"{type(error).__name__}: {error}"
+                _log.error("failed: %s", reason)
+                return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
 
         return handler
 

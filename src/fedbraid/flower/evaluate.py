@@ -92,9 +92,10 @@ def sums_shapes(
 # -- the server
 
 
-def are_sums(found: Sums) -> bool:
-    """Whether all numbers are finite and no weight is negative."""
-    return all(np.all(np.isfinite(both)) and np.all(both[1] >= 0) for both in found.values())
+def are_sums(found: Sums, clients: int) -> bool:
+    """Whether no weight is negative, and all numbers are so small that ``clients`` such numbers have a finite sum."""
+    largest = float(np.finfo(np.float32).max) / clients
+    return all(np.all(np.abs(both) <= largest) and np.all(both[1] >= 0) for both in found.values())
 
 
 def _stacked(found: Mapping[int, Sums], population: int) -> dict[str, Any]:

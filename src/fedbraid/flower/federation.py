@@ -154,7 +154,7 @@ def load_federation(folder: Path) -> Federation:
     """The federation in an app's package folder."""
     place = folder / FEDERATION
     try:
-        about = tomllib.loads(place.read_text())
+        about = tomllib.loads(place.read_text(encoding="utf-8"))
         config = load_config(folder / EXPERIMENT)
         description = _read_description(about, config.data.name)
         policy = Policy(**about["policy"])

@@ -88,10 +88,11 @@ def shapes_of(tree: PyTree) -> PyTree:
 
 
 class Messages(NamedTuple):
-    """The layouts of the two messages of one exchange."""
+    """The layouts of the two messages of one exchange, and the names of the metrics that come with an upload."""
 
     down: Layout
     up: Layout
+    metrics: tuple[str, ...] = ()
 
 
 def _data(schema: Schema, preprocess: Preprocess | None) -> ClientData:
@@ -113,7 +114,7 @@ def messages_of(
 ) -> tuple[Messages, ...]:
     """The message layouts of every exchange. Also checks that the functions of the algorithm fit each other."""
     shapes = shapes_of_messages(alg, params, schema, preprocess)
-    return tuple(Messages(layout_of(m.down), layout_of(m.up)) for m in shapes)
+    return tuple(Messages(layout_of(m.down), layout_of(m.up), m.metrics) for m in shapes)
 
 
 def fingerprint(alg: Algorithm, params: PyTree, schema: Schema, preprocess: Preprocess | None = None) -> str:

@@ -1,5 +1,8 @@
 """A rehearsal: a SuperLink and its SuperNodes as processes on this machine, and runs on them.
 
+With TLS it is set up like a real federation: nodes connect to the gate (:mod:`fedbraid.flower.gate`), which forwards
+their calls to the SuperLink, and only the operator uses the SuperLink's own port.
+
 All its files are in one folder of the app, ``.rehearsal``: Flower's home folders, logs, certificates, keys, the nodes'
 states and compiled programs. Flower does the networking. This module starts, watches and stops Flower's programs.
 """
@@ -179,9 +182,12 @@ class Rehearsal:
         (self.folder / ".gitignore").write_text("*\n")
         if tls:
             self._prepare_tls()
-        self._write({"tls": tls, "port": port or free_port(), "members": []})
+        self._write({"tls": tls, "port": port or free_port(), "gate": free_port() if tls else None, "members": []})
         try:
+            gate = self.start_gate() if tls else None
             self.start_link(timeout=timeout)
+            if gate is not None:
+                self._wait(lambda: _listens(gate.port), gate, timeout, "the gate does not listen")
             keys = [self.key_of(i) for i in range(nodes)] if tls else []
             for key in keys:
                 self.register(make_node_key(key))
@@ -253,17 +259,24 @@ class Rehearsal:
         self._wait(lambda: _listens(port), member, timeout, "the SuperLink does not listen")
         return member
 
+    def start_gate(self) -> Member:
+        """Start the gate, the port for the nodes."""
+        port = int(self.settings["gate"])
+        words = ["--host", HOST, "--port", str(port), "--superlink", f"{HOST}:{self.settings['port']}"]
+        folder = str(self.certificates.authority.parent)
+        return self._start("gate", [sys.executable, "-m", "fedbraid", "deploy", "gate", folder, *words], port)
+
     def start_node(self, number: int, config: Mapping[str, Any] | None = None, *, key: Path | None = None) -> Member:
         """Start SuperNode ``number``; ``config`` adds to its node config."""
-        port = free_port()
+        port, settings = free_port(), self.settings
         entries = {
             "partition-id": number,
             "state-dir": str(self.folder / "states"),
             "cache-dir": str(self.folder / "compiled"),
         } | dict(config or {})
         words = " ".join(f"{name}={json.dumps(value)}" for name, value in entries.items())
-        command = ["flower-supernode", "--superlink", f"{HOST}:{self.settings['port']}", "--port", str(port)]
-        command += ["--node-config", words]
+        command = ["flower-supernode", "--superlink", f"{HOST}:{settings['gate'] or settings['port']}"]
+        command += ["--port", str(port), "--node-config", words]
         if self.tls:
             private = key or self.key_of(number)
             check_node_key(private)
@@ -296,7 +309,7 @@ class Rehearsal:
 
     @property
     def link(self) -> Link:
-        """The SuperLink of this rehearsal."""
+        """The SuperLink of this rehearsal, at the operator's port."""
         for member in self.members:
             if member.name == "superlink" and not member.alive:
                 raise ValueError(

@@ -31,6 +31,9 @@ class Policy(NamedTuple):
         its first state. ``restart``: server and clients start anew from the current model. ``refuse``: the node is left
         out. ``auto``: ``restart`` if the server's state depends on the clients' states (an exchange has a
         ``reconcile``, like SCAFFOLD's), else ``reset``.
+    weights: ``examples``: an upload whose weight is above the number of examples that its node stated (and above 1) is
+        rejected. ``any``: for algorithms whose weights are other numbers.
+    max_examples: the largest number of examples that a node may state. A node that states more is refused.
     """
 
     deadline: float = 600.0
@@ -39,6 +42,8 @@ class Policy(NamedTuple):
     patience: float = 3600.0
     join: float = 120.0
     lost_state: Literal["auto", "reset", "restart", "refuse"] = "auto"
+    weights: Literal["examples", "any"] = "examples"
+    max_examples: int = 10**9
 
     def check(self) -> None:
         check_number("deadline", self.deadline, low=0, open_low=True)
@@ -47,3 +52,5 @@ class Policy(NamedTuple):
         check_number("patience", self.patience, low=0)
         check_number("join", self.join, low=0)
         check_choice("lost_state", self.lost_state, ("auto", "reset", "restart", "refuse"))
+        check_choice("weights", self.weights, ("examples", "any"))
+        check_count("max_examples", self.max_examples)

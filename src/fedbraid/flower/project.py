@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from string import Template
 from typing import Any, Literal
 
 import fedbraid
+from fedbraid import files
 from fedbraid.experiment.assembly import assemble, load_named
 from fedbraid.experiment.config import Config, ConfigError, dump
 from fedbraid.flower.federation import (
@@ -24,33 +26,11 @@ __all__ = ["package_of", "write_app"]
 
 PACKAGE = "federation"
 
-PYPROJECT = Template("""\
-[build-system]
-requires = ["hatchling"]
-build-backend = "hatchling.build"
+PYPROJECT = """\
+# The Flower app. fab-include: the files that are sent to the nodes. In [tool.flwr.app.config], out is the run folder,
+# on the machine of the SuperLink.
 
-[project]
-name = "$name"
-version = "1.0.0"
-description = "$what, deployed with fedbraid"
-license = "Apache-2.0"
-dependencies = ["fedbraid[flower]==$version"]
-
-[tool.hatch.build.targets.wheel]
-packages = ["$package"]
-
-[tool.flwr.app]
-publisher = "fedbraid"
-fab-include = ["$package/**/*.py", "$package/**/*.toml"]  # files that are sent to the nodes
-
-[tool.flwr.app.components]
-serverapp = "$package.server:app"
-clientapp = "$package.client:app"
-
-[tool.flwr.app.config]
-out = "run"  # the run folder, on the machine of the SuperLink
-rounds = $rounds
-""")
+"""
 
 CLIENT = Template('''\
 """The client of this federation: every site runs it on its own data.
@@ -67,13 +47,14 @@ from fedbraid.models.registry import resolve
 
 FEDERATION = load_federation(Path(__file__).parent)
 
+# Dtype and shape of one example of each field. These are the settings of federation.toml, for reading only.
+SCHEMA = $schema
+
 
 def load_data(context):
     """This site's own examples: one array per field, one row per example.
 
-    Every site's data must fit this schema. Otherwise the site is refused at the start, with the reason:
-
-$fields
+    Every site's data must fit the schema above. Otherwise the site is refused at the start, with the reason.
 
     --- Put the loading of sites' own data here. ---
     Flower sends this file to every site, so settings of one site are in its --node-config:
@@ -125,9 +106,9 @@ app = federation_server_app(load_federation(Path(__file__).parent))
 '''
 
 README = Template("""\
-# $what
+# A Flower app written by fedbraid
 
-A Flower app written by fedbraid. $population clients, $rounds rounds.
+$what. $population clients, $rounds rounds.
 
 | file | content |
 | --- | --- |
@@ -173,37 +154,81 @@ def write_app(
         agreed = read_secure({}, config, description.population)
         about["secure"] = {"threshold": agreed.threshold, "bits": agreed.bits, "bound": agreed.bound} if agreed else {}
     population = description.population
-    what = f"{config.algorithm.name} on {config.data.name}"
-    fields = "\n".join(f"        {name}  {f['dtype']}{f['shape']}" for name, f in about["schema"].items())
-    words = {
-        "name": re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-") or "federation",
-        "what": what,
-        "version": fedbraid.__version__,
-        "package": PACKAGE,
-        "rounds": config.rounds,
-        "population": population,
-        "nodes": min(population, 3),
-        "fields": fields,
-    }
+    # names come from data and configuration: they are written as literals, and in texts only as plain words
+    what = re.sub(r"[^\w ./:+-]", "?", f"{config.algorithm.name} on {config.data.name}")[:200]
+    schema = {name: (field["dtype"], field["shape"]) for name, field in about["schema"].items()}
+    words = {"what": what, "package": PACKAGE, "rounds": config.rounds, "population": population}
     package = folder / PACKAGE
-    package.mkdir(parents=True)
-    files = {
-        folder / "pyproject.toml": PYPROJECT.substitute(words),
-        folder / "README.md": README.substitute(words),
-        package / "__init__.py": f'"""{what}, deployed."""\n',
-        package / "client.py": CLIENT.substitute(words),
+    texts = {
+        folder / "pyproject.toml": PYPROJECT + _toml(_pyproject(folder, what, config.rounds)),
+        folder / "README.md": README.substitute(words, nodes=min(population, 3)),
+        package / "__init__.py": f"{what + ', deployed.'!r}\n",
+        package / "client.py": CLIENT.substitute(schema=_literal(schema)),
         package / "server.py": SERVER,
         package / EXPERIMENT: dump(config),
         package / FEDERATION: _federation(about),
     }
-    for place, text in files.items():
-        place.write_text(text)
-    return {"app": str(folder), "population": population, "files": [str(p.relative_to(folder)) for p in files]}
+    _check_texts(texts, schema, config.data.name)
+    package.mkdir(parents=True)
+    for place, text in texts.items():
+        files.write_text(place, text)
+    return {"app": str(folder), "population": population, "files": [str(p.relative_to(folder)) for p in texts]}
+
+
+def _literal(schema: dict[str, Any]) -> str:
+    rows = "".join(f"    {name!r}: {value!r},\n" for name, value in schema.items())
+    return f"{{\n{rows}}}"
+
+
+def _toml(values: dict[str, Any]) -> str:
+    import tomli_w
+
+    return tomli_w.dumps(values)
+
+
+def _pyproject(folder: Path, what: str, rounds: int) -> dict[str, Any]:
+    name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower())[:64].strip("-")
+    app = {
+        "publisher": "fedbraid",
+        "fab-include": [f"{PACKAGE}/**/*.py", f"{PACKAGE}/**/*.toml"],
+        "components": {"serverapp": f"{PACKAGE}.server:app", "clientapp": f"{PACKAGE}.client:app"},
+        "config": {"out": "run", "rounds": rounds},
+    }
+    return {
+        "build-system": {"requires": ["hatchling"], "build-backend": "hatchling.build"},
+        "project": {
+            "name": name or "federation",
+            "version": "1.0.0",
+            "description": f"{what}, deployed with fedbraid",
+            "license": "Apache-2.0",
+            "dependencies": [f"fedbraid[flower]=={fedbraid.__version__}"],
+        },
+        "tool": {"hatch": {"build": {"targets": {"wheel": {"packages": [PACKAGE]}}}}, "flwr": {"app": app}},
+    }
+
+
+def _check_texts(texts: dict[Path, str], schema: dict[str, Any], data: str) -> None:
+    """Refuse names that would not be read back as they are, before anything is written."""
+    found = {}
+    for place, text in texts.items():
+        try:
+            text.encode("utf-8")
+            if place.suffix == ".toml":
+                found[place.name] = tomllib.loads(text)
+            elif place.suffix == ".py":
+                compile(text, str(place), "exec", dont_inherit=True)
+        except (ValueError, SyntaxError) as error:
+            raise ConfigError(
+                f"{place.name} of the app cannot be written for the data {data!r} with the fields {list(schema)!r}: "
+                f"{error}; rename them"
+            ) from None
+    if list(found[FEDERATION]["schema"]) != list(schema) or found[EXPERIMENT]["data"]["name"] != data:
+        raise ConfigError(
+            f"the names of the data {data!r} and its fields {list(schema)!r} do not survive TOML: rename them"
+        )
 
 
 def _federation(about: dict[str, Any]) -> str:
-    import tomli_w
-
     head = (
         "# Settings that all sites share: every site and the server must have the same file.\n"
         "# population: number of clients. evaluate: the server tests on the experiment's own test split.\n"
@@ -211,7 +236,7 @@ def _federation(about: dict[str, Any]) -> str:
         "# policy: see fedbraid.flower.Policy; too_few is wait, skip or abort.\n"
         "# secure: with this section, uploads are masked (secure aggregation): see docs/secure-aggregation.md.\n\n"
     )
-    return head + tomli_w.dumps(about)
+    return head + _toml(about)
 
 
 def package_of(folder: Path) -> Path:

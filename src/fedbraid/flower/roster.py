@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,9 +12,11 @@ from flwr.serverapp import Grid
 from fedbraid.flower import wire
 from fedbraid.flower.identity import Messages
 from fedbraid.flower.pack import MessageError, check_layout
+from fedbraid.flower.policy import Policy
 from fedbraid.flower.post import Letter, Post, Reply
 from fedbraid.flower.states import INIT
 from fedbraid.flower.wire import Greeting, Presence, Refusal, content, read_plain
+from fedbraid.limited_json import read_json
 
 PRESENCE = 4 << 20  # largest size of a node's answer to a greeting, in bytes
 RETRY = 15.0  # seconds after which a node that could not answer is greeted again
@@ -43,6 +44,7 @@ class Terms(NamedTuple):
     messages: tuple[Messages, ...]
     params: ArrayRecord | None  # the first parameters, if clients keep state and make their first state from them
     first: str = INIT  # the tag of that state
+    max_examples: int = Policy().max_examples
 
 
 class Roster:
@@ -64,6 +66,7 @@ class Roster:
         self._retry: dict[int, float] = {}  # node that could not answer -> when to greet it again
         self._rivals: dict[int, Node] = {}
         self._failing: set[int] = set()
+        self._doubted: set[int] = set()  # nodes to greet again; they keep their clients
 
     def greet(self) -> None:
         """Greet new nodes, and remove nodes that are gone."""
@@ -74,24 +77,26 @@ class Roster:
         for rival in list(self._rivals.values()):
             self._settle(rival, heard=False)
         known = {node.id for node in (*self.clients.values(), *self.lost.values())}
-        known |= set(self._rivals) | set(self.refused)
+        own = {node.id: client for client, node in self.clients.items()}
+        known = known - self._doubted | set(self._rivals) | set(self.refused)
         known |= {node for node, when in self._retry.items() if when > time.monotonic()}
         fresh = sorted(online - known - self._post.waiting(wire.HELLO))
         free = [client for client in range(self.terms.population) if client not in self.clients]
         t = self.terms
         letters = []
-        for i, node in enumerate(fresh):
-            offer = free[i] if i < len(free) else 0
+        for node in fresh:
+            offer = own[node] if node in own else free.pop(0) if free else 0
             greeting = Greeting(t.run, t.fingerprint, t.schema, t.population, offer, t.first)
             self._greeted[node] = t.first
             letters.append(Letter(node, -1, f"query.{wire.HELLO}", content(greeting, t.params)))
+        self._doubted.clear()
         self._post.send(letters, tag=wire.HELLO, group=wire.HELLO)
 
     def hear(self, reply: Reply) -> str | None:
         """Process a node's answer to a greeting. Returns the reason if the node is not accepted, else None."""
         if reply.message is None:  # the node crashed or left; it may answer later
             self._retry[reply.ticket.node] = time.monotonic() + RETRY
-            return f"node {reply.ticket.node} could not answer: {reply.error}"
+            return f"node {reply.ticket.node} could not answer: {wire.one_line(reply.error)}"
         try:
             if wire.bounded_bytes(reply.message, PRESENCE) > PRESENCE:
                 raise MessageError("its answer to the greeting is far too large")
@@ -99,26 +104,30 @@ class Roster:
                 raise MessageError(read_plain(reply.message, Refusal).refused)
             presence = read_plain(reply.message, Presence)
             self._check(presence)
-            held = frozenset(map(str, json.loads(presence.held)))
-        except (ValueError, TypeError) as error:
+            held = frozenset(map(str, read_json(presence.held)))
+        except wire.UNREADABLE as error:
             return self.refuse(reply.ticket.node, str(error))
         self._settle(Node(reply.ticket.node, presence.client, presence.examples, held))
         return None
 
     def refuse(self, node: int, why: str) -> str:
         """Refuse a node for the rest of the run; returns the message for the user."""
-        self.refused[node] = f"node {node} is refused: {why}"
+        self.refused[node] = f"node {node} is refused: {wire.one_line(why)}"
         return self.refused[node]
 
     def _check(self, presence: Presence) -> None:
         t = self.terms
         if presence.fingerprint != t.fingerprint:
             raise MessageError(f"its fingerprint is {presence.fingerprint}, the server's {t.fingerprint}")
-        for name, ours, (down, up) in zip(t.exchanges, t.messages, json.loads(presence.layouts), strict=True):
+        for name, ours, (down, up) in zip(t.exchanges, t.messages, read_json(presence.layouts), strict=True):
             check_layout(ours.down, down, f"exchange {name!r}, message down")
             check_layout(ours.up, up, f"exchange {name!r}, upload")
         if not 0 <= presence.client < t.population:
             raise MessageError(f"client {presence.client} is not in a population of {t.population}")
+        if not 1 <= presence.examples <= t.max_examples:
+            raise MessageError(
+                f"it states {presence.examples} examples, the policy allows 1 to {t.max_examples} (max_examples)"
+            )
 
     def _settle(self, node: Node, *, heard: bool = True) -> None:
         """Assign a node to its client, or let it wait. heard: ``node.held`` comes from an answer of just now."""
@@ -154,6 +163,10 @@ class Roster:
     def missed(self, node: int) -> None:
         """Mark a node that did not answer an order. A node that waits for the same client may replace it."""
         self._failing.add(node)
+
+    def doubt(self, node: int) -> None:
+        """Greet a node again, because it may have other data than it stated."""
+        self._doubted.add(node)
 
     def forget(self, node: int) -> None:
         """Remove a node, so that it is greeted again."""

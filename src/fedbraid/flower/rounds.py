@@ -38,6 +38,7 @@ from fedbraid.flower.secure.messages import signed
 from fedbraid.flower.secure.rounds import SecureRounds, secure_rounds
 from fedbraid.flower.states import INIT
 from fedbraid.flower.wire import Answer, Order, Question, Tested, content, read_plain
+from fedbraid.limited_json import read_json
 from fedbraid.masking import Secure
 from fedbraid.metric import Metric, declared_by, is_client_column, metric_of_column
 from fedbraid.simulation import checkpoint
@@ -148,6 +149,7 @@ class MessageRounds:
             exchanges=tuple(exchange.name for exchange in alg.exchanges),
             messages=self.messages,
             params=records(params) if self.stateful else None,
+            max_examples=site.policy.max_examples,
         )
         post = Post(grid, keep=max(4 * site.policy.deadline, 600.0))
         self.roster = Roster(grid, post, terms, self.base)
@@ -338,13 +340,27 @@ class MessageRounds:
             )
             return Letter(node, client, f"train.{wire.action_of(part.name)}", content(order, arrays))
 
-        def read(message: Message) -> Upload | None:
+        def read(client: int, message: Message) -> Upload | None:
             answer = read_plain(message, Answer)
             up = _numbers(message, answer, tag, wanted)
-            return part.upload(up, answer.weight, wire.metrics_in(message))
+            self.check_weight(client, answer.weight)
+            return part.upload(up, answer.weight, wire.metrics_in(message, self.messages[exchange].metrics))
 
         name = f"exchange {part.name!r}"
         return Asked(name, round_, tag, self.policy.minimum, wanted, letter, read, {}, {}, [], Counter())
+
+    def check_weight(self, client: int, weight: float) -> None:
+        """Refuse a weight above the number of examples that the client's node stated, unless the policy allows it.
+
+        The node is greeted again: it may have more examples than before.
+        """
+        node = self.roster.clients.get(client)
+        if self.policy.weights == "any" or node is None:
+            return
+        most = max(node.examples, 1)
+        if weight > most * (1 + float(np.finfo(np.float32).eps)):  # a number of examples may be rounded
+            self.roster.doubt(node.id)
+            raise MessageError(f"it claims the weight {weight:g}, its node stated {node.examples} examples")
 
     def question(self, round_: int, wanted: Layout) -> tuple[Asked, int]:
         """The request to evaluate the model after a round, and the bytes of that model."""
@@ -356,7 +372,8 @@ class MessageRounds:
             asked = Question(terms.run, terms.fingerprint, terms.schema, client, tag, wanted.digest)
             return Letter(node, client, wire.EVALUATE, content(asked, arrays))
 
-        def read(message: Message) -> Sums | None:
+        def read(client: int, message: Message) -> Sums | None:
+            del client
             answer = read_plain(message, Tested)
             if answer.examples < 0:
                 raise MessageError(f"field 'examples' should be at least 0, got {answer.examples}")
@@ -364,7 +381,7 @@ class MessageRounds:
                 _check_tag(answer.tag, tag)
                 return {}
             found = _numbers(message, answer, tag, wanted)
-            return found if are_sums(found) else None
+            return found if are_sums(found, terms.population) else None
 
         asked = Asked("the evaluation", round_, tag, 0, wanted, letter, read, {}, {}, [], Counter())
         return asked, layout_of(model).nbytes
@@ -399,11 +416,16 @@ class MessageRounds:
                 cohort, asked, summed, enough = self.collect(index, round_, cohort, asked)
                 if not enough and self.policy.too_few == "abort" and not self.roster.lost:
                     raise TooFewError(self.desk.shortage(asked, f"{self.policy.deadline:g} s, the policy's deadline"))
-            taken = asked.uploads if enough else {}
+            taken, means = asked.uploads if enough else {}, {}
             if summed is None:
-                self.server, means = part.step(self.server, taken, round_, self.seed)
+                step = part.step(self.server, taken, round_, self.seed)
             else:
-                self.server, means = part.step_sum(self.server, summed, round_, self.seed)
+                step = part.step_sum(self.server, summed, round_, self.seed)
+            if step.unfit:
+                enough = self.leave_out(asked, step.unfit)
+                taken = asked.uploads if enough else {}
+            if enough:
+                self.server, means = step.server, step.metrics
             self.taken |= dict.fromkeys(taken, asked.tag)
             notes += asked.notes
             size, many = self.messages[index].down.nbytes, len(cohort) if asked.tally["down"] else 0
@@ -418,6 +440,19 @@ class MessageRounds:
         self.told = Round(self.done, self.rounds, row, {}, row["seconds"], tuple(notes))
         if self.folder is None:
             self.settle()
+
+    def leave_out(self, asked: Asked, clients: list[int]) -> bool:
+        """Leave out uploads with which the server's state would not be finite. True if enough others remain."""
+        for client in clients:
+            del asked.uploads[client]
+            asked.tally["nonfinite"] += 1
+            node = self.roster.clients.get(client)
+            who = f"client {client} (node {node.id})" if node else f"client {client}"
+            asked.notes.append(f"{who} left out, nonfinite: with its upload the server's state is not finite")
+        enough = len(asked.uploads) >= asked.minimum
+        if not enough and self.policy.too_few == "abort":
+            raise TooFewError(self.desk.shortage(asked, "the round"))
+        return enough
 
     def ask_for(self, metrics: Callable, site: Site, testers: int) -> None:
         """From now on, evaluations ask ``testers`` clients for sums of these metrics."""
@@ -474,7 +509,7 @@ def _numbers(message: Message, answer: Answer | Tested, tag: str, wanted: Layout
     """The arrays of an answer. Its tag and its layout are checked first."""
     _check_tag(answer.tag, tag)
     if answer.layout != wanted.digest:
-        check_layout(wanted, json.loads(answer.leaves or "[]"), "upload")
+        check_layout(wanted, read_json(answer.leaves or "[]"), "upload")
         raise MessageError(f"its upload has the layout {answer.layout}, expected {wanted.digest}")
     return read_records(wanted, wire.arrays_in(message))
 

@@ -13,7 +13,9 @@ they are kept in the node's Flower context, until the SuperNode's process ends.
 
 from __future__ import annotations
 
-import os
+import logging
+import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -22,12 +24,15 @@ import jax.numpy as jnp
 import numpy as np
 from flwr.app import Array, ArrayRecord, Context
 
+from fedbraid import files
 from fedbraid.flower.pack import RAW
 
 __all__ = ["INIT", "ContextStates", "FolderStates", "States", "states_of"]
 
 INIT = "init"  # the tag of a client's first state
 STATE_DIR = "state-dir"  # the key in a node's config
+
+_log = logging.getLogger("flwr")
 
 Buffers = Mapping[str, np.ndarray]
 
@@ -85,7 +90,7 @@ class ContextStates:
 
 
 class FolderStates:
-    """States in a folder. Each is written to a temporary file and then renamed, so a state with its name is complete.
+    """States in a folder, readable by their owner only. A file that was damaged counts as missing.
 
     >>> import tempfile
     >>> states = FolderStates(Path(tempfile.mkdtemp()) / "run" / "0")
@@ -98,24 +103,37 @@ class FolderStates:
         self._folder = folder
 
     def held(self) -> list[str]:
-        return sorted(p.name.removesuffix(".npz") for p in self._folder.glob("[!.]*.npz"))
+        places = list(self._folder.glob("[!.]*.npz"))
+        for place in places:
+            if not zipfile.is_zipfile(place):
+                self._discard(place, "it is cut off")
+        return sorted(p.name.removesuffix(".npz") for p in places if p.exists())
 
     def read(self, tag: str) -> dict[str, np.ndarray] | None:
         place = self._folder / f"{tag}.npz"
         if not place.exists():
             return None
-        with np.load(place, allow_pickle=False) as archive:  # raw bytes, because NumPy's format has no bfloat16
-            return {name: archive[name].view(jnp.dtype(name)) for name in archive.files}
+        try:
+            # raw bytes, because NumPy's format has no bfloat16
+            with place.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+                return {name: archive[name].view(jnp.dtype(name)) for name in archive.files}
+        except (ValueError, TypeError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+            self._discard(place, str(error))
+            return None
+
+    def _discard(self, place: Path, why: str) -> None:
+        """A damaged state counts as lost: the server then decides how the client goes on."""
+        _log.warning("the state file %s is damaged (%s): it is deleted and counts as lost", place, why)
+        place.unlink(missing_ok=True)
 
     def write(self, tag: str, buffers: Buffers) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        partial = self._folder / f".partial-{os.getpid()}-{tag}.npz"
-        with partial.open("wb") as file:
-            raw = {name: np.frombuffer(buffer.tobytes(), np.uint8) for name, buffer in buffers.items()}
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        raw = {name: np.frombuffer(buffer.tobytes(), np.uint8) for name, buffer in buffers.items()}
+        with (
+            files.replacing(self._folder / f"{tag}.npz", mode=0o600) as partial,  # a state can tell about the data
+            partial.open("wb") as file,
+        ):
             np.savez(file, allow_pickle=False, **raw)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self._folder / f"{tag}.npz")
 
     def keep(self, tags: set[str]) -> None:
         for place in self._folder.glob("*.npz"):  # also temporary files that a killed process left

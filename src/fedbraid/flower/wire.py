@@ -9,6 +9,7 @@ which it must keep (see :mod:`fedbraid.flower.states`).
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -31,8 +32,15 @@ __all__ = [
 
 PLAIN, ARRAYS, METRICS = "fedbraid", "arrays", "metrics"
 HELLO = "hello"
+ENTRIES = 1000  # number of names in all records of a message; a message with more is not read
+WORDS = 300  # characters of a text of a node that are shown
 EVALUATE = "evaluate"  # Flower's own type of message
+LARGEST_METRIC = 1e38  # a larger number is not a measurement, and sums of such numbers are not finite
 SAFE = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,79}")  # allowed names, because they become file names on a node
+
+
+# What reading a reply may raise. A reply is written by somebody else, so all of these are faults of the reply.
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
 
 
 class Greeting(NamedTuple):
@@ -159,10 +167,30 @@ def arrays_in(message: Message) -> ArrayRecord:
     return message.content.array_records.get(ARRAYS, ArrayRecord())
 
 
-def metrics_in(message: Message) -> dict[str, float]:
-    """The scalar metrics in a message."""
+def metrics_in(message: Message, expected: Sequence[str]) -> dict[str, float]:
+    """The expected metrics in a message, if they are finite numbers. Other names are ignored."""
     record = message.content.metric_records.get(METRICS, {})
-    return {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
+    found = {name: record[name] for name in expected if name in record}
+    return {
+        name: float(value)
+        for name, value in found.items()
+        if isinstance(value, int | float) and abs(value) <= LARGEST_METRIC
+    }
+
+
+def one_line(text: str, limit: int = WORDS) -> str:
+    """A text that a node sent, for the terminal and the log: one line, without control characters, not too long.
+
+    >>> one_line("all is well\\nround 9/9\\x1b[2J"), one_line("a" * 9, limit=4)
+    ('all is well round 9/9 [2J', 'aaaa ...')
+    """
+    shown = "".join(c if c.isprintable() else " " for c in text[:limit])
+    return f"{shown} ..." if len(text) > limit else shown
+
+
+def entries(message: Message) -> int:
+    """The number of names in all records of a message."""
+    return sum(1 + len(record) for record in message.content.values())
 
 
 def array_bytes(message: Message) -> int:
@@ -171,8 +199,11 @@ def array_bytes(message: Message) -> int:
 
 
 def bounded_bytes(message: Message, limit: int) -> int:
-    """Serialised bytes of a message; if its arrays alone are above the limit, only their bytes."""
-    size = array_bytes(message)
+    """Serialised bytes of a message; if its arrays or its texts alone are above the limit, only their bytes."""
+    if (many := entries(message)) > ENTRIES:
+        raise MessageError(f"it has {many} names in its records, at most {ENTRIES} are read")
+    values = (v for record in message.content.config_records.values() for v in record.values())
+    size = array_bytes(message) + sum(len(v) for v in values if isinstance(v, str | bytes | list))
     return size if size > limit else serialized_bytes(message)
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from fedbraid import address
-from fedbraid.core import Aggregate, Exchange, Report, noised, receive_noised
+from fedbraid.core import Aggregate, Exchange, Reducer, Report, finite, noised, receive_noised
 from fedbraid.local import ClientData, LocalWork
 from fedbraid.simulation.arrival import Arrival
 from fedbraid.simulation.plan import Slots
@@ -22,6 +22,7 @@ __all__ = [
     "Tally",
     "add_client",
     "add_clients",
+    "can_add",
     "only",
     "select",
     "server_step",
@@ -81,8 +82,9 @@ class Bench(NamedTuple):
         size = self.slots.size[slot]
         steps = exchange.client.count(size) if isinstance(exchange.client, LocalWork) else jnp.int32(1)
         arrived = self.arrival(address.arrival_key(self.key, client), steps)
-        taken = arrived & exchange.admit(report.up)
-        weight = jnp.where(taken, report.weight, 0).astype(jnp.result_type(float))
+        given = jnp.asarray(report.weight).astype(jnp.result_type(float))
+        taken = arrived & exchange.admit(report.up) & can_add(exchange.reducer, report.up, given)
+        weight = jnp.where(taken, given, 0)
         lifted = exchange.reducer.lift(report.up, weight)
         tally = Tally(
             # a refused upload may contain NaN, and NaN times weight 0 is NaN
@@ -93,6 +95,15 @@ class Bench(NamedTuple):
             {name: jnp.where(taken, value * weight, 0) for name, value in report.metrics.items()},
         )
         return ClientResult(tally, select(taken, report.state, state))
+
+
+def can_add(reducer: Reducer, up: PyTree, weight: Any) -> Any:
+    """Whether an upload stays finite when it is weighted for the sum: finite numbers can have an infinite product."""
+    if reducer.kind == "gather":  # its uploads are stacked as they are
+        return jnp.isfinite(weight)
+    if reducer.mean == "none":
+        return jnp.isfinite(weight) & finite(reducer.lift(up, weight))
+    return jnp.isfinite(weight) & finite(reducer.decode(up), weight)  # the lifted upload needs no pass of its own
 
 
 def select(condition: Any, a: PyTree, b: PyTree) -> PyTree:

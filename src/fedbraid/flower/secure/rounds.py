@@ -200,7 +200,7 @@ class SecureRounds:
             asked.tally["missing"] += 1
         tag = asked.tag.removesuffix(f".{step.name}")
 
-        def read(message: Message) -> Any:
+        def read(client: int, message: Message) -> Any:
             done = read_plain(message, Done)
             if done.tag != tag:
                 raise MessageError(f"it answers request {done.tag!r}, but the current request is {tag!r}")
