@@ -23,6 +23,7 @@ __all__ = [
     "Algorithm",
     "Down",
     "Exchange",
+    "Logged",
     "Reducer",
     "Report",
     "StaticValueError",
@@ -36,6 +37,7 @@ __all__ = [
     "is_traced",
     "is_zero",
     "keep",
+    "logged",
     "message_shapes",
     "reduce_reports",
     "same",
@@ -43,6 +45,7 @@ __all__ = [
 
 PyTree = Any
 Scalar = Any
+RESERVED = ("arrived", "refused", "bytes_down", "bytes_up")  # columns that the engine adds for every exchange
 
 
 class Down(NamedTuple):
@@ -75,6 +78,21 @@ class Aggregate(NamedTuple):
     weight: Scalar  # total weight of the uploads that arrived
     count: Scalar  # number of uploads that arrived
     population: Scalar  # number of all clients: SCAFFOLD's N
+
+
+class Logged(NamedTuple):
+    """What ``receive`` may return instead of the server's state: the state, and numbers for the round's history.
+
+    The history has them as the columns ``EXCHANGE/NAME``. In a round without uploads they are NaN.
+    """
+
+    server: PyTree
+    logs: dict[str, Scalar] = {}  # noqa: RUF012
+
+
+def logged(returned: PyTree) -> Logged:
+    """The result of a ``receive``, with its logs; no logs if it returned the server's state alone."""
+    return returned if isinstance(returned, Logged) else Logged(returned)
 
 
 def same(up: PyTree) -> PyTree:
@@ -139,7 +157,7 @@ class Exchange(NamedTuple):
     name: str
     send: Callable  # (server) -> Down
     client: Callable  # (down, client_state, data, key) -> Report; often a LocalWork
-    receive: Callable  # (server, Aggregate, key) -> server
+    receive: Callable  # (server, Aggregate, key) -> server, or Logged(server, {name: number})
     reducer: Reducer = MEAN
     reconcile: Callable = keep  # (client_state, Up before encoding, Up as decoded by the server) -> client_state
     cohort: Literal["fresh", "same"] = "fresh"
@@ -285,6 +303,15 @@ def _check_keeps(where: str, exchange: Exchange, report: Report) -> None:
             raise StructureError(f"{where}: reconcile reads the {part}, so keeps must name it, got {exchange.keeps}")
 
 
+def _check_logs(where: str, logs: dict[str, Any], metrics: dict[str, Any]) -> None:
+    for name, value in logs.items():
+        if value.shape != ():
+            raise StructureError(f"{where}: log {name!r} of receive must be a scalar, got {_describe(value)}")
+        if name in metrics or name in RESERVED:
+            taken = "clients report a metric" if name in metrics else "the engine has a column"
+            raise StructureError(f"{where}: receive logs {name!r}, but {taken} of that name: choose another name")
+
+
 class MessageShapes(NamedTuple):
     """What one exchange sends, as shapes and dtypes."""
 
@@ -335,7 +362,9 @@ def message_shapes(alg: Algorithm, params: PyTree, data: PyTree) -> tuple[Messag
         )
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
         aggregate = Aggregate(reduced[0], scalar, scalar, scalar)
-        _must_match(f"{where}, server", server, _shapes(f"{where}, receive", exchange.receive, server, aggregate, key))
+        received = logged(_shapes(f"{where}, receive", exchange.receive, server, aggregate, key))
+        _must_match(f"{where}, server", server, received.server)
+        _check_logs(where, received.logs, report.metrics)
         messages.append(MessageShapes(exchange.name, down, report.up))
     return tuple(messages)
 

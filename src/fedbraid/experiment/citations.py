@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 from fedbraid import algorithms, transforms
@@ -19,13 +20,13 @@ class Citation(NamedTuple):
     paper: str
 
 
-def citation(kind: str, name: str) -> Citation:
-    """The citation of an algorithm or a transform, from its docstrings.
+def citation(kind: str, name: str, folder: Path | None = None) -> Citation:
+    """The citation of an algorithm or a transform, from its docstrings; ``folder`` is searched for its module.
 
     >>> citation("algorithm", "scaffold").paper.split(".")[-3].strip()
     'ICML 2020'
     """
-    factory = (algorithms.ALGORITHMS if kind == "algorithm" else transforms.TRANSFORMS)[name]
+    factory = (algorithms.NAMES if kind == "algorithm" else transforms.NAMES).find(name, folder).thing
     module = inspect.getmodule(factory)
     about = (inspect.getdoc(factory) or "").split("\n\n")[0]
     paragraphs = (inspect.getdoc(module) or "").split("\n\n")[1:] if module else []

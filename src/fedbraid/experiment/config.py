@@ -8,16 +8,15 @@ value, the allowed values and the nearest valid name.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import inspect
 import json
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fedbraid.names import is_reference, options_of, unknown
 from fedbraid.simulation.options import EngineOptions
 
 __all__ = [
@@ -82,7 +81,11 @@ class Checkpoint(_Section):
 
 
 class Config(_Section):
-    """One run."""
+    """One run.
+
+    modules: the folder in which modules of names of the form ``module:attribute`` are searched, besides the installed
+        ones. It is the folder of the configuration file, and is set only if the file has such a name.
+    """
 
     seed: Annotated[int, Field(ge=0)] = 0
     rounds: Annotated[int, Field(ge=1)] = 200
@@ -96,26 +99,7 @@ class Config(_Section):
     evaluation: Evaluation = Evaluation()
     engine: EngineOptions = EngineOptions()
     checkpoint: Checkpoint = Checkpoint()
-
-
-def unknown(what: str, given: str, allowed: Iterable[str]) -> str:
-    """The error message for an unknown name: the allowed names, and the nearest one."""
-    allowed = sorted(allowed)
-    near = difflib.get_close_matches(given, allowed, n=1, cutoff=0.5)
-    guess = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{what} {given!r} does not exist{guess} (there are: {', '.join(allowed)})"
-
-
-def options_of(factory: Callable, skip: Sequence[str] = ()) -> dict[str, Any]:
-    """The keyword options of a factory and their defaults; for options of a typed ``**`` parameter it is None."""
-    options: dict[str, Any] = {}
-    for name, parameter in inspect.signature(factory).parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            for typed in get_args(get_type_hints(factory).get(name)):  # of Unpack[a TypedDict]
-                options |= dict.fromkeys(get_type_hints(typed))
-        elif parameter.kind is not inspect.Parameter.VAR_POSITIONAL:
-            options[name] = parameter.default
-    return {name: default for name, default in options.items() if name not in skip}
+    modules: str | None = None
 
 
 def load_config(path: Path | None = None, settings: Sequence[str] = ()) -> Config:
@@ -139,7 +123,21 @@ def read_tree(path: Path | None = None, settings: Sequence[str] = ()) -> dict[st
             raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for setting in settings:
         _apply(tree, setting)
+    beside = Path.cwd() if path is None else path.absolute().parent
+    if isinstance(folder := tree.get("modules"), str):
+        tree["modules"] = str(beside / folder)
+    elif folder is None and any(map(is_reference, _names_in(tree))):
+        tree["modules"] = str(beside)
     return tree
+
+
+def _names_in(tree: Any) -> Iterator[str]:
+    """The names of parts anywhere in a tree: of sections, transforms, methods of a comparison and partitions."""
+    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        if isinstance(value, str) and key in ("name", "partition"):
+            yield value
+        elif isinstance(value, Mapping | list):
+            yield from _names_in(value)
 
 
 def parse(tree: Mapping[str, Any]) -> Config:

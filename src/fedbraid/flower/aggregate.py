@@ -42,7 +42,7 @@ class Aggregator:
         self._judge = jax.jit(partial(_judge, exchange))
         self._add = jax.jit(partial(jax.tree.map, jnp.add))
 
-        def receive(server: PyTree, combined: PyTree, weight: Any, count: Any, key: Any) -> PyTree:
+        def receive(server: PyTree, combined: PyTree, weight: Any, count: Any, key: Any) -> tuple[PyTree, dict]:
             return server_step(exchange, server, combined, weight, count, population, key)
 
         self._receive = jax.jit(receive)
@@ -55,7 +55,10 @@ class Aggregator:
     def step(
         self, server: PyTree, uploads: dict[int, Upload], round_: int, seed: int
     ) -> tuple[PyTree, dict[str, float]]:
-        """The server's state after the uploads (by client), and their mean metrics. Without uploads it is unchanged."""
+        """The server's state after the uploads (by client), their mean metrics and what the server logs.
+
+        Without uploads the state is unchanged.
+        """
         if not uploads:
             return server, {}
         taken = [uploads[client] for client in sorted(uploads)]
@@ -72,11 +75,11 @@ class Aggregator:
                 combined = self._add(combined, more)
             weight = jnp.asarray(weights.sum())
         key = address.exchange_key(jax.random.key(seed), round_, self._index)
-        server = self._receive(server, combined, weight, jnp.int32(len(taken)), key)
+        server, logs = self._receive(server, combined, weight, jnp.int32(len(taken)), key)
         total = float(weights.sum())
         names = taken[0].metrics
         mean = {
             name: sum(u.metrics.get(name, np.nan) * u.weight for u in taken) / total if total > 0 else float("nan")
             for name in names
         }
-        return server, mean
+        return server, mean | {name: float(value) for name, value in logs.items()}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from string import Template
 from typing import Any, Literal
 
 import fedbraid
-from fedbraid.experiment.assembly import assemble, load_named
+from fedbraid.experiment.assembly import assemble, find_parts, load_named
 from fedbraid.experiment.config import Config, ConfigError, dump
 from fedbraid.flower.federation import EXPERIMENT, FEDERATION, evaluating_clients, written_description
 from fedbraid.flower.policy import Policy
+from fedbraid.names import files_in, requirement
 
 __all__ = ["package_of", "write_app"]
 
@@ -27,7 +29,7 @@ name = "$name"
 version = "1.0.0"
 description = "$what, deployed with fedbraid"
 license = "Apache-2.0"
-dependencies = ["fedbraid[flower]==$version"]
+dependencies = $dependencies
 
 [tool.hatch.build.targets.wheel]
 packages = ["$package"]
@@ -158,13 +160,14 @@ def write_app(folder: Path, config: Config, *, evaluate_clients: int | Literal["
         "evaluate_clients": evaluate_clients,
         "checkpoint_every": 1,
     }
+    carried, requirements = _code(config)
     population = description.population
     what = f"{config.algorithm.name} on {config.data.name}"
     fields = "\n".join(f"        {name}  {f['dtype']}{f['shape']}" for name, f in about["schema"].items())
     words = {
         "name": re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-") or "federation",
         "what": what,
-        "version": fedbraid.__version__,
+        "dependencies": json.dumps([f"fedbraid[flower]=={fedbraid.__version__}", *requirements]),
         "package": PACKAGE,
         "rounds": config.rounds,
         "population": population,
@@ -179,12 +182,37 @@ def write_app(folder: Path, config: Config, *, evaluate_clients: int | Literal["
         package / "__init__.py": f'"""{what}, deployed."""\n',
         package / "client.py": CLIENT.substitute(words),
         package / "server.py": SERVER,
-        package / EXPERIMENT: dump(config),
+        package / EXPERIMENT: dump(config.model_copy(update={"modules": None})),
         package / FEDERATION: _federation(about),
     }
+    files |= {package / name: place.read_text() for name, place in carried.items()}
     for place, text in files.items():
+        place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text)
     return {"app": str(folder), "population": population, "files": [str(p.relative_to(folder)) for p in files]}
+
+
+def _code(config: Config) -> tuple[dict[str, Path], list[str]]:
+    """The code of others that sites need: files beside the configuration, which the app carries, and packages."""
+    folder = None if config.modules is None else Path(config.modules)
+    files: dict[str, Path] = {}
+    packages: dict[str, None] = {}
+    for section, found in find_parts(config).items():
+        if found.own or found.module.partition(".")[0] == fedbraid.__name__:
+            continue
+        mine, package = files_in(found, folder), requirement(found)
+        if not mine and package is None:
+            raise ConfigError(
+                f"{section} {found.name!r} is in {found.source}, which is neither beside the configuration nor part of "
+                "an installed package, so sites would not have it: put the module beside the configuration file"
+            )
+        files |= mine
+        if not mine and package is not None:
+            packages[package] = None
+    taken = sorted({"__init__.py", "client.py", "server.py"} & files.keys())
+    if taken:
+        raise ConfigError(f"the app has its own {taken[0]}: rename your module {taken[0]} beside the configuration")
+    return files, list(packages)
 
 
 def _federation(about: dict[str, Any]) -> str:

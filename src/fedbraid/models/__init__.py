@@ -8,11 +8,12 @@ from fedbraid.models.lstm import char_lstm, word_lstm
 from fedbraid.models.model import Model, total
 from fedbraid.models.modules import from_equinox, from_flax, from_functions
 from fedbraid.models.perceptron import mlp
-from fedbraid.models.registry import MODELS, build, resolve
+from fedbraid.models.registry import MODELS, NAMES, build, resolve
 from fedbraid.models.resnet import resnet18_gn
 
 __all__ = [
     "MODELS",
+    "NAMES",
     "Model",
     "build",
     "char_lstm",

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from fedbraid import address
-from fedbraid.core import Aggregate, Exchange, Report
+from fedbraid.core import Aggregate, Exchange, Report, logged
 from fedbraid.local import ClientData, LocalWork
 from fedbraid.simulation.arrival import Arrival
 from fedbraid.simulation.plan import Slots
@@ -104,17 +104,22 @@ def _add(a: PyTree, b: PyTree) -> PyTree:
 
 def server_step(
     exchange: Exchange, server: PyTree, combined: PyTree, weight: Any, count: Any, population: Any, key: Any
-) -> PyTree:
-    """The server's state after an exchange: it receives the reducer's result of the uploads.
+) -> tuple[PyTree, dict[str, Any]]:
+    """The server's state after an exchange, and what ``receive`` logged: it receives the reducer's result.
 
     combined, weight: sums over the uploads; for a gather reducer one row per upload. key: the exchange's key.
-    Without any upload the server keeps its state, so that momentum does not move the model.
+    Without any upload the server keeps its state, so that momentum does not move the model, and logs are NaN.
     """
     up = exchange.reducer.finish(combined, weight, count)
     # in the default float dtype: int32 / int32 would be float32, and |S|/N would have only its precision
     number, clients = (jnp.asarray(n, jnp.result_type(float)) for n in (count, population))
     aggregate = Aggregate(up, jnp.sum(weight), number, clients)
-    return select(count > 0, exchange.receive(server, aggregate, address.server_key(key)), server)
+    received = logged(exchange.receive(server, aggregate, address.server_key(key)))
+    logs = {
+        name: jnp.where(count > 0, jnp.asarray(value).astype(jnp.result_type(float)), jnp.nan)
+        for name, value in received.logs.items()
+    }
+    return select(count > 0, received.server, server), logs
 
 
 def zero_tally(shapes: Tally, gather: bool, slots: int) -> Tally:

@@ -35,6 +35,7 @@ from fedbraid.core import (
     Algorithm,
     Down,
     Exchange,
+    Logged,
     Reducer,
     Report,
     StructureError,
@@ -44,6 +45,7 @@ from fedbraid.core import (
     check_number,
     is_traced,
     is_zero,
+    logged,
 )
 from fedbraid.transforms.clients import map_inputs, map_report
 from fedbraid.transforms.codes import is_code, scaled
@@ -236,15 +238,15 @@ def _adapt(exchange: Exchange, quantile: Any, rate: Any, noise: Noise) -> Exchan
             up.pseudograd, Counted(up.aux, jnp.sum(combined[1]) / jnp.maximum(count, 1).astype(combined[1].dtype))
         )
 
-    def receive(server: Extended, aggregate: Aggregate, key: Any) -> Extended:
+    def receive(server: Extended, aggregate: Aggregate, key: Any) -> Logged:
         bound, share = server.own[name], aggregate.up.aux.within
         if not noise.at_clients and not is_zero(noise.bits):
             drawn = jax.random.normal(jax.random.fold_in(key, _BITS), (), bound.dtype)
             share = share + noise.bits / jnp.maximum(aggregate.count, 1) * drawn
         up = _server_noise(_uncounted(aggregate.up), bound, noise, aggregate.count, key)
-        server = exchange.receive(server, aggregate._replace(up=up), key)
+        received = logged(exchange.receive(server, aggregate._replace(up=up), key))
         moved = (bound * jnp.exp(-rate * (share - quantile))).astype(bound.dtype)
-        return server._replace(own=server.own | {name: moved})
+        return Logged(received.server._replace(own=received.server.own | {name: moved}), received.logs)
 
     return exchange._replace(
         send=send,

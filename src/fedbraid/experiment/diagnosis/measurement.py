@@ -12,7 +12,7 @@ import numpy as np
 
 from fedbraid import algorithms
 from fedbraid.data.federated import Split
-from fedbraid.experiment.assembly import Experiment, build
+from fedbraid.experiment.assembly import Experiment, build, find_parts
 from fedbraid.experiment.config import Config, options_of
 from fedbraid.experiment.diagnosis.advice import Advice, Probe, Settings, advise, round_down
 from fedbraid.local import batches_of
@@ -106,13 +106,13 @@ def diagnose(
 
 def _changes(config: Config, advice: Advice) -> tuple[str, ...]:
     """The advised settings that this algorithm has, in the form of ``--set``."""
-    takes = options_of(algorithms.ALGORITHMS[config.algorithm.name])
+    takes = options_of(find_parts(config)["algorithm"].thing)
     return tuple(f"algorithm.{k}={v:g}" for k, v in advice.settings.items() if k in takes)
 
 
 def _option(config: Config, name: str, default: Any) -> Any:
     """An option of the algorithm: configured, else the default of its factory, else ``default``."""
-    options = {**options_of(algorithms.ALGORITHMS[config.algorithm.name]), **config.algorithm.options}
+    options = {**options_of(find_parts(config)["algorithm"].thing), **config.algorithm.options}
     value = options.get(name, default)
     return default if value is None or value is getattr(type(value), "empty", object()) else value
 
