@@ -208,8 +208,10 @@ def check_number(
     allowed = f"a finite number in {left}{low:g}, {high:g}{right}"
     try:
         array = np.asarray(value, dtype=float)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} must be {allowed}, got {value!r}") from None
+    if isinstance(value, bool | str):  # NumPy would take True for 1 and "1" for 1
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
     above = array > low if open_low else array >= low
     below = array < high if open_high else array <= high
     if array.ndim or not np.isfinite(array) or not (above and below):

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points, packages_distributions, version
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, Unpack, get_args, get_origin, get_type_hints
 
 __all__ = ["Found", "Names", "factory", "is_reference", "options_of", "resolve", "unknown"]
 
@@ -225,8 +226,11 @@ class Names:
         return self.result is not None and isinstance(hint, type) and issubclass(hint, self.result)
 
 
-def check_options(what: str, function: Callable, options: Iterable[str], *, skip: Sequence[str] = ()) -> None:
-    """Refuse options that a factory does not declare, and required ones that are missing. ``skip``: no options."""
+def check_options(what: str, function: Callable, options: Mapping[str, Any], *, skip: Sequence[str] = ()) -> None:
+    """Refuse options that a factory does not declare, values that do not fit their annotations, and missing options.
+
+    skip: parameters that are no options.
+    """
     declared = options_of(function, skip=skip)
     for name in options:
         if name not in declared:
@@ -234,6 +238,44 @@ def check_options(what: str, function: Callable, options: Iterable[str], *, skip
     missing = [name for name, default in declared.items() if default is inspect.Parameter.empty and name not in options]
     if missing:
         raise ValueError(f"{what} needs the option {missing[0]!r}")
+    hints = _hints(function)
+    for name, value in options.items():
+        if not _fits(value, hints.get(name, Any)):
+            kind = getattr(hints[name], "__name__", None) if isinstance(hints[name], type) else None
+            expected = (kind or str(hints[name])).replace("typing.", "")
+            raise ValueError(f"option {name} of {what} must be {expected}, got {value!r}")
+
+
+def _hints(function: Callable) -> dict[str, Any]:
+    """The annotations of a factory's options, also of a typed ``**`` parameter; none if they cannot be read."""
+    try:
+        hints = get_type_hints(function)
+        for hint in list(hints.values()):
+            if get_origin(hint) is Unpack:
+                hints |= get_type_hints(*get_args(hint))
+    except Exception:  # annotations of others may name what does not exist at run time
+        return {}
+    return hints
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a plain value of a configuration fits an annotation. Other values and unusual annotations fit."""
+    if hint is Any or not isinstance(value, bool | int | float | str | Mapping | tuple | list):
+        return True
+    origin, inside = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_fits(value, one) for one in inside)
+    if origin is Literal:
+        return value in inside and type(value) in map(type, inside)
+    if origin is not None and isinstance(value, str):
+        return False  # a text is a sequence, too
+    if origin in (Sequence, tuple, list):
+        item = inside[0] if inside else Any
+        return isinstance(value, tuple | list) and all(_fits(one, item) for one in value)
+    allowed = {bool: bool, int: int, float: (int, float), str: str, type(None): ()}.get(hint)
+    if allowed is None:
+        return True
+    return isinstance(value, allowed) and (hint is bool or not isinstance(value, bool))
 
 
 # --- packages --------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from fedbraid.data.federated import FederatedData
 from fedbraid.data.preprocess import Pipeline, unscaled_bytes
 from fedbraid.data.store import is_store
 from fedbraid.experiment.config import Config, ConfigError, Named
+from fedbraid.experiment.feasibility import check_feasible
 from fedbraid.metric import Metrics, as_metrics
 from fedbraid.models import Model
 from fedbraid.models import build as build_model
@@ -109,7 +110,9 @@ def steps_of(description: DataDescription) -> list[dict[str, Any]]:
 
 def build(config: Config) -> Experiment:
     """Load the data that ``config`` names and assemble the experiment on it; raises ConfigError for a wrong config."""
-    return assemble(config, load_named(config))
+    experiment = assemble(config, load_named(config))
+    check_feasible(experiment)
+    return experiment
 
 
 def load_named(config: Config) -> FederatedData:
@@ -209,7 +212,7 @@ def _named(section: str, named: Named, make: Callable) -> Any:
         return make(**named.options)
     except ConfigError:
         raise
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OSError) as error:
         raise ConfigError(f"[{section}] name = {named.name!r}: {error}") from error
 
 
@@ -230,11 +233,10 @@ def find_parts(config: Config) -> Parts:
     folder = None if config.modules is None else Path(config.modules)
     parts = {}
     for section, key, names, name in named:
-        if section == "data" and name not in names.own and is_store(name):
-            continue
         try:
-            parts[section] = names.find(name, folder)
-        except ValueError as error:
+            if section != "data" or name in names.own or not is_store(name):
+                parts[section] = names.find(name, folder)
+        except (ValueError, OSError) as error:
             raise ConfigError(f"{key} = {name!r}: {error}") from error
     return parts
 
