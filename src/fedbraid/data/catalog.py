@@ -28,7 +28,7 @@ from fedbraid.data.plain import from_arrays, partition_options
 from fedbraid.data.preprocess import Pipeline
 from fedbraid.data.store import TextRows, gather, is_store
 from fedbraid.data.synthetic import SYNTHETIC
-from fedbraid.names import Found, Names, check_options, options_of
+from fedbraid.names import Found, Names, check_options, is_reference, options_of
 
 __all__ = ["CATALOG", "NAMES", "Entry", "load", "repartition"]
 
@@ -51,6 +51,10 @@ def load(name: str, **options: Any) -> FederatedData:
     """
     if is_store(name) and name not in CATALOG:
         entry = Entry(_from_path, {"path": name}, "a store")
+    elif name not in (known := NAMES.all()) and not is_reference(name):
+        raise ValueError(
+            f"unknown data set {name!r}; name a store's folder, module:loader or one of: {', '.join(known)}"
+        )
     else:
         found = NAMES.find(name)
         entry = found.thing if found.own else Entry(_loaded_by(found), {}, "")
