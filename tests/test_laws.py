@@ -6,24 +6,22 @@ integers or booleans to floats. ``make check`` runs only the laws marked ``core`
 
 import functools
 import itertools
-from functools import partial
 from typing import Any, Unpack, get_args, get_origin, get_type_hints
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fedbraid as fb
 from fedbraid import address
-from fedbraid.core import Aggregate, message_shapes, noised, receive_noised, reduce_reports
-from fedbraid.costs import data_shapes
 from fedbraid.data.federated import Split
-from fedbraid.local import ClientData, LocalWork
 from fedbraid.simulation import simulate
 from fedbraid.simulation.plan import cohorts_of
+from fedbraid.testing import laws
+from fedbraid.testing.problem import gradient
+from fedbraid.testing.reference import interpret
 from shared_programs import COHORT, LOSSY, RAGGED, compiled, lossy, program, ragged, sharing
-from zoo import ALGORITHMS, IMAGES, LOCAL, ROWS, TRANSFORMS, clients, gradient, optimum, start
+from zoo import ALGORITHMS, IMAGES, LOCAL, ROWS, TRANSFORMS, clients, optimum, start
 
 WHOLE = {"batch_size": None, "steps": 2}  # full batches, which need no shuffling
 ROUNDS, SEED = 4, {"float64": 3360, "float32": 1876}  # of lossy runs; see test_the_seeds_tell
@@ -36,62 +34,12 @@ core = pytest.mark.core
 pytestmark = pytest.mark.usefixtures("x64", "strict")
 
 
-def close(a, b, tolerance=1e-9):
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=tolerance, atol=tolerance)
-
-
-def same_bits(a, b):
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+close = functools.partial(laws.agrees, "engine", "two results differ", causes=laws.ENGINE)
+same_bits = functools.partial(laws.same_bits, "engine", "two results differ", causes=laws.ENGINE)
 
 
 def differ(a, b):
     return any((np.asarray(x) != np.asarray(y)).any() for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
-
-
-def interpret(alg, split, *, rounds, cohort, seed=0, arrival=None):
-    """The reference: the rounds of an algorithm, client by client in Python. Every engine must agree with it."""
-    arrays = {k: jnp.asarray(v) for k, v in split.arrays.items()}
-    server, states = strong(alg.init(start())), [strong(alg.init_client(start()))] * split.num_clients
-    work = [jax.jit(partial(_work, exchange)) for exchange in alg.exchanges]
-    take_in = [jax.jit(partial(_take_in, exchange, (split.num_clients, cohort))) for exchange in alg.exchanges]
-    for round_ in range(rounds):
-        cohorts = cohorts_of(alg, seed, round_, split.num_clients, cohort)
-        for index, exchange in enumerate(alg.exchanges):
-            key = address.exchange_key(jax.random.key(seed), round_, index)
-            down, ups, weights = strong(exchange.send(server)), [], []
-            for i in cohorts[index].tolist():
-                data = ClientData(arrays, jnp.int32(split.offsets[i]), jnp.int32(split.sizes[i]), max(split.sizes))
-                report = work[index](down, states[i], data, key, i)
-                steps = exchange.client.count(data.size) if isinstance(exchange.client, LocalWork) else 1
-                if arrival is not None and not arrival(address.arrival_key(key, i), steps):
-                    continue
-                states[i] = report.state
-                ups.append(report.up)
-                weights.append(report.weight)
-            if ups:
-                server = take_in[index](server, ups, weights, key)
-    return alg.params(server), states
-
-
-def strong(tree):
-    """Remove weak types, so that a client's program is compiled only once."""
-    return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.asarray(leaf).dtype), tree)
-
-
-def _work(exchange, down, state, data, key, client):
-    report = exchange.client(down, state, data, address.client_key(key, client))
-    return noised(exchange, report, down, address.client_noise(key, client))
-
-
-def _take_in(exchange, sizes, server, ups, weights, key):
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *ups)
-    population, expected = sizes
-    aggregate = Aggregate(*reduce_reports(exchange.reducer, stacked, jnp.stack(weights)), population)
-    expected = jnp.asarray(expected, jnp.result_type(float))
-    draw = address.server_noise(key)
-    return receive_noised(exchange, server, aggregate, expected, address.server_key(key), draw)
 
 
 def test_the_seeds_tell():
@@ -136,10 +84,8 @@ def lossy_run(name, dtype="float64"):
 def plain_run(name, dtype="float64"):
     """The same rounds by the reference: parameters, and the states of all clients stacked."""
     with jax.enable_x64(dtype == "float64"):
-        params, states = interpret(
-            ragged(name), clients(dtype=dtype), rounds=ROUNDS, cohort=COHORT, seed=SEED[dtype], arrival=LOSSY
-        )
-        return params, jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+        split = clients(dtype=dtype)
+        return interpret(ragged(name), start(), split, rounds=ROUNDS, cohort=COHORT, seed=SEED[dtype], arrival=LOSSY)
 
 
 def whole_run(alg, rounds, split=None):
@@ -174,8 +120,8 @@ def test_engine_is_the_plain_reading(name, dtype):
     params, states = plain_run(name, dtype)
     result, _ = lossy_run(name, dtype)
     assert {leaf.dtype for leaf in jax.tree.leaves(result.params)} == {np.dtype(dtype)}
-    close(result.params, params, ROUNDING[dtype])
-    close(result.states, states, ROUNDING[dtype])
+    close(result.params, params, tolerance=ROUNDING[dtype])
+    close(result.states, states, tolerance=ROUNDING[dtype])
     assert result.info.masked_share == 0
 
 
@@ -202,8 +148,8 @@ def test_plan_devices_and_portions_change_nothing(name, dtype, plan, chunk):
             chunk=chunk,
         )
     one, _ = lossy_run(name, dtype)
-    close(one.params, spread.params, ROUNDING[dtype])
-    close(one.states, spread.states, ROUNDING[dtype])
+    close(one.params, spread.params, tolerance=ROUNDING[dtype])
+    close(one.states, spread.states, tolerance=ROUNDING[dtype])
 
 
 @every_row
@@ -227,7 +173,7 @@ def test_same_seed_same_bits(plan):
 
 @core
 @every_row
-def test_the_order_of_the_clients_changes_nothing(name, monkeypatch):
+def test_the_order_of_the_clients_changes_nothing(name):
     """Client order[i] of the data becomes client i: same parameters and server state, and states in the new order.
 
     With all clients and full batches most rows draw no random numbers on clients. If clients do draw, the test gives
@@ -235,18 +181,13 @@ def test_the_order_of_the_clients_changes_nothing(name, monkeypatch):
     """
     plain = two_rounds(name)
     order = np.array([3, 0, 4, 2, 1])  # the old number of the client at each new position
+    split = Split.from_clients([clients().client(i) for i in order])
     if ROWS[name].draws:
-        key, noise = address.client_key, address.client_noise
-        monkeypatch.setattr(address, "client_key", lambda exchange, i: key(exchange, jnp.asarray(order)[i]))
-        monkeypatch.setattr(address, "client_noise", lambda exchange, i: noise(exchange, jnp.asarray(order)[i]))
-        alg = ROWS[name].make(**WHOLE)  # a new one: the program of the shared one has other keys
+        with laws.numbered(order):  # on a new algorithm: the program of the shared one has other keys
+            moved = whole_run(ROWS[name].make(**WHOLE), 2, split)
     else:
-        alg = whole(name)
-    split = clients()
-    moved = whole_run(alg, 2, Split.from_clients([split.client(i) for i in order]))
-    close(moved.params, plain.params)
-    close(moved.server, plain.server)
-    close(moved.states, jax.tree.map(lambda leaf: leaf[order], plain.states))
+        moved = whole_run(whole(name), 2, split)
+    laws.order_changes_nothing(plain, moved, order)
 
 
 # --- the algorithm ---------------------------------------------------------------------------------------------------
@@ -256,42 +197,30 @@ def test_the_order_of_the_clients_changes_nothing(name, monkeypatch):
 @every_row
 def test_sign(name):
     """One round with all clients moves the model against the gradient."""
-    x = start()
-    moved = whole_run(whole(name), 1).params
-    parts = zip(*map(jax.tree.leaves, (x, moved, gradient(x, clients()))), strict=True)
-    assert sum(jnp.vdot(a - b, g) for a, b, g in parts) > 0
+    laws.moves_downhill(start(), whole_run(whole(name), 1).params, gradient(start(), clients()))
 
 
 @every_row
 def test_an_upload_of_weight_zero_counts_for_nothing(name):
     """For the reduction itself, on uploads with the row's structure and random numbers."""
-    alg, rng = whole(name), np.random.default_rng(0)
+    laws.weight_zero_counts_for_nothing(whole(name), start(), clients())
 
-    def some(leaf):
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            return jnp.asarray(rng.normal(size=(4, *leaf.shape)), leaf.dtype)
-        return jnp.asarray(rng.integers(0, 2, (4, *leaf.shape)), leaf.dtype)
 
-    for exchange, shapes in zip(alg.exchanges, message_shapes(alg, start(), data_shapes(clients())), strict=True):
-        four = jax.tree.map(some, shapes.up)
-        three = jax.tree.map(lambda leaf: leaf[:3], four)
-        reduce = jax.jit(partial(reduce_reports, exchange.reducer))
-        plain, weight, count = reduce(three, jnp.array([1.0, 2.0, 1.5]))
-        padded, weight2, count2 = reduce(four, jnp.array([1.0, 2.0, 1.5, 0.0]))
-        close(plain, padded)
-        assert (weight, count) == (weight2, count2)
+@every_row
+def test_messages_and_dtypes_depend_on_the_parameters_only(name):
+    laws.messages_fit_every_site(whole(name), start(), clients())
+    laws.dtypes_stay(whole(name), start(), clients())
 
 
 @pytest.mark.parametrize("name", [n for n, row in ROWS.items() if row.invariant])
 def test_invariant_with_everyone_and_under_loss(name):
-    for result in (two_rounds(name), lossy_run(name)[0]):
-        assert ROWS[name].invariant(result.server, result.states) < 1e-9
+    laws.keeps_invariant(ROWS[name].invariant, two_rounds(name), lossy_run(name)[0])
 
 
 @pytest.mark.parametrize("name", [n for n, row in ROWS.items() if row.exact])
 def test_optimum_is_a_fixed_point(name):
     """After many rounds with all clients, the model is the optimum that NumPy computes."""
-    close(whole_run(whole(name), LONG).params, optimum(), 1e-8)
+    close(whole_run(whole(name), LONG).params, optimum(), tolerance=1e-8)
 
 
 @every_row
@@ -322,12 +251,8 @@ def test_a_sweep_over_every_rate_is_a_vmap(name, which):
         return result.params, result.server, result.states
 
     shared = two_rounds(name) if which < 0 else None
-    alone = [run_one(first) if shared is None else (shared.params, shared.server, shared.states), run_one(dict(second))]
-    assert differ(alone[0][0], alone[1][0])
-    rates = {option: jnp.array([first[option], second[option]]) for option in second}
-    together = jax.vmap(run_one)(rates)
-    for i, one in enumerate(alone):
-        close(jax.tree.map(lambda leaf, i=i: leaf[i], together), one)
+    alone = [] if shared is None else [(shared.params, shared.server, shared.states)]
+    laws.rates_may_be_traced(run_one, first, second, alone=alone)
 
 
 @pytest.mark.parametrize("name", list(ROWS))

@@ -19,45 +19,8 @@ from fedbraid import transforms as tf
 from fedbraid.core import Algorithm, Report, Up
 from fedbraid.data.federated import Split
 from fedbraid.local import masked_mean
+from fedbraid.testing.problem import SQUARES, Problem, clients, loss, outputs, start  # noqa: F401  (for other tests)
 from fedbraid.transforms.uploads import Extended
-
-SIZES = (3, 9, 4, 7, 5)
-
-
-def clients(seed: int = 0, dtype: Any = np.float64) -> Split:
-    rng = np.random.default_rng(seed)
-    out = []
-    for i, n in enumerate(SIZES):
-        x = rng.normal(size=(n, 3))
-        y = x @ (rng.normal(size=3) + i) + 0.5 * rng.normal(size=n)
-        out.append({"x": x.astype(dtype), "y": y.astype(dtype)})
-    return Split.from_clients(out)
-
-
-def _outputs(params: Any, batch: dict) -> Any:
-    return batch["x"] @ params["w"] + params["b"]
-
-
-def loss(params: Any, batch: dict, key: Any) -> Any:
-    residual = _outputs(params, batch) - batch["y"]
-    return masked_mean(0.5 * residual**2, batch["mask"])
-
-
-def start() -> dict[str, Any]:
-    return {"w": jnp.array([0.3, -0.2, 0.1]), "b": jnp.array(0.5)}
-
-
-class Problem(NamedTuple):
-    """The problem on which a row's algorithm is built."""
-
-    loss: Callable[[Any, dict, Any], Any]
-    outputs: Callable[[Any, dict], Any]  # (params, batch) -> the model's outputs
-    start: Callable[[], Any]
-    clients: Callable[[], Split]
-
-
-SQUARES = Problem(loss, _outputs, start, clients)
-
 
 # --- a problem with a convolution ------------------------------------------------------------------------------------
 
@@ -453,8 +416,8 @@ TRANSFORMS: dict[str, Row] = {
         rates={"tau": 0.25, "mu": 0.5},
         invariant=lambda server, states: _gap(server.c, states),
         refuses=(
-            (lambda: tf.elastic(_plain(), _outputs, tau=-1.0), "tau"),
-            (lambda: tf.elastic(fb.fedsplit(loss), _outputs), "train"),
+            (lambda: tf.elastic(_plain(), outputs, tau=-1.0), "tau"),
+            (lambda: tf.elastic(fb.fedsplit(loss), outputs), "train"),
         ),
     ),
     "geometric_median": _over_fedavg(tf.geometric_median),
@@ -515,9 +478,3 @@ def optimum() -> dict[str, np.ndarray]:
         right += a.T @ own["y"] / len(a)
     solution = np.linalg.solve(normal, right)
     return {"w": solution[:3], "b": solution[3]}
-
-
-def gradient(params: Any, split: Split) -> Any:
-    """The gradient of the loss pooled over all examples."""
-    batch = {k: jnp.asarray(v) for k, v in split.arrays.items()} | {"mask": jnp.ones(split.num_examples)}
-    return jax.grad(loss)(params, batch, None)

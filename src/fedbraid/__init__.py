@@ -4,11 +4,12 @@ import fedbraid.start  # noqa: F401  the first import: it makes Ctrl-C during th
 from fedbraid import algorithms, transforms
 from fedbraid.algorithms import *  # noqa: F403
 from fedbraid.algorithms import __all__ as _algorithms
-from fedbraid.core import MEAN, Aggregate, Algorithm, Down, Exchange, Reducer, Report, StructureError, Up
+from fedbraid.core import MEAN, Aggregate, Algorithm, Down, Exchange, Logged, Reducer, Report, StructureError, Up
 from fedbraid.costs import cost
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.local import Batches, ClientData, local_work, masked_mean
 from fedbraid.metric import Metric, Metrics
+from fedbraid.names import factory
 from fedbraid.simulation import EngineOptions, simulate, use_cores
 
 __version__ = "0.1.0"
@@ -23,6 +24,7 @@ __all__ = [
     "EngineOptions",
     "Exchange",
     "FederatedData",
+    "Logged",
     "Metric",
     "Metrics",
     "Reducer",
@@ -32,6 +34,7 @@ __all__ = [
     "Up",
     "algorithms",
     "cost",
+    "factory",
     "local_work",
     "masked_mean",
     "simulate",

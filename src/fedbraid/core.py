@@ -24,6 +24,7 @@ __all__ = [
     "Down",
     "Exchange",
     "Guarantee",
+    "Logged",
     "Reducer",
     "Report",
     "StaticValueError",
@@ -37,6 +38,7 @@ __all__ = [
     "is_traced",
     "is_zero",
     "keep",
+    "logged",
     "message_shapes",
     "noised",
     "numbers_drawn",
@@ -48,6 +50,7 @@ __all__ = [
 
 PyTree = Any
 Scalar = Any
+RESERVED = ("arrived", "refused", "bytes_down", "bytes_up")  # columns that the engine adds for every exchange
 
 
 class Down(NamedTuple):
@@ -80,6 +83,21 @@ class Aggregate(NamedTuple):
     weight: Scalar  # total weight of the uploads that arrived
     count: Scalar  # number of uploads that arrived
     population: Scalar  # number of all clients: SCAFFOLD's N
+
+
+class Logged(NamedTuple):
+    """What ``receive`` may return instead of the server's state: the state, and numbers for the round's history.
+
+    The history has them as the columns ``EXCHANGE/NAME``. In a round without uploads they are NaN.
+    """
+
+    server: PyTree
+    logs: dict[str, Scalar] = {}  # noqa: RUF012
+
+
+def logged(returned: PyTree) -> Logged:
+    """The result of a ``receive``, with its logs; no logs if it returned the server's state alone."""
+    return returned if isinstance(returned, Logged) else Logged(returned)
 
 
 def same(up: PyTree) -> PyTree:
@@ -166,7 +184,7 @@ class Exchange(NamedTuple):
     name: str
     send: Callable  # (server) -> Down
     client: Callable  # (down, client_state, data, key) -> Report; often a LocalWork
-    receive: Callable  # (server, Aggregate, key) -> server
+    receive: Callable  # (server, Aggregate, key) -> server, or Logged(server, {name: number})
     reducer: Reducer = MEAN
     reconcile: Callable = keep  # (client_state, Up before encoding, Up as decoded by the server) -> client_state
     cohort: Literal["fresh", "same"] = "fresh"
@@ -213,11 +231,11 @@ def noised(exchange: Exchange, report: Report, down: Down, draw: Callable) -> Re
 
 def receive_noised(
     exchange: Exchange, server: PyTree, aggregate: Aggregate, expected: Scalar, key: Any, draw: Callable
-) -> PyTree:
-    """The server after an exchange. ``expected``: the public number of uploads by which a private mean is divided."""
+) -> Logged:
+    """The server after an exchange, and its logs. ``expected``: the public number that divides a private mean."""
     if exchange.sealed is not None:
         aggregate = exchange.sealed.server(aggregate, expected, exchange.send(server), draw)
-    return exchange.receive(server, aggregate, key)
+    return logged(exchange.receive(server, aggregate, key))
 
 
 def numbers_drawn(function: Callable, *args: Any) -> tuple[PyTree, ...]:
@@ -256,8 +274,10 @@ def check_number(
     allowed = f"a finite number in {left}{low:g}, {high:g}{right}"
     try:
         array = np.asarray(value, dtype=float)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} must be {allowed}, got {value!r}") from None
+    if isinstance(value, bool | str):  # NumPy would take True for 1 and "1" for 1
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
     above = array > low if open_low else array >= low
     below = array < high if open_high else array <= high
     if array.ndim or not np.isfinite(array) or not (above and below):
@@ -367,6 +387,15 @@ def _check_noise_is_drawn(where: str, sealed: Guarantee | None, up: PyTree, aggr
         )
 
 
+def _check_logs(where: str, logs: dict[str, Any], metrics: dict[str, Any]) -> None:
+    for name, value in logs.items():
+        if value.shape != ():
+            raise StructureError(f"{where}: log {name!r} of receive must be a scalar, got {_describe(value)}")
+        if name in metrics or name in RESERVED:
+            taken = "clients report a metric" if name in metrics else "the engine has a column"
+            raise StructureError(f"{where}: receive logs {name!r}, but {taken} of that name: choose another name")
+
+
 class MessageShapes(NamedTuple):
     """What one exchange sends, as shapes and dtypes."""
 
@@ -421,11 +450,12 @@ def message_shapes(alg: Algorithm, params: PyTree, data: PyTree) -> tuple[Messag
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
         aggregate = Aggregate(reduced[0], scalar, scalar, scalar)
 
-        def receive(*given: Any, e: Exchange = exchange) -> PyTree:
+        def receive(*given: Any, e: Exchange = exchange) -> Logged:
             return receive_noised(e, *given, draw=_zeros)
 
         received = _shapes(f"{where}, receive", receive, server, aggregate, scalar, key)
-        _must_match(f"{where}, server", server, received)
+        _must_match(f"{where}, server", server, received.server)
+        _check_logs(where, received.logs, report.metrics)
         _check_noise_is_drawn(where, exchange.sealed, report.up, aggregate, down)
         messages.append(MessageShapes(exchange.name, down, report.up, tuple(report.metrics)))
     return tuple(messages)

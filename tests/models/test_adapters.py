@@ -244,8 +244,10 @@ def test_build_sizes_every_model_from_its_data(name):
 def test_build_takes_the_users_own(monkeypatch, tmp_path):
     (tmp_path / "my_models.py").write_text(
         "from fedbraid import models\n"
-        "def tiny(num_classes, *, width=3):\n    return models.mlp(4, num_classes, hidden=(width,))\n"
-        "def wrong():\n    return 3\n"
+        "import fedbraid as fb\n"
+        "def tiny(num_classes, *, width=3) -> models.Model:\n    return models.mlp(4, num_classes, hidden=(width,))\n"
+        "@fb.factory('model')\ndef wrong():\n    return 3\n"
+        "def undeclared():\n    raise SystemError('called')\n"
         "FINISHED = models.mlp(4, 2)\nNUMBER = 3\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -254,12 +256,14 @@ def test_build_takes_the_users_own(monkeypatch, tmp_path):
     assert build("my_models:FINISHED", {"x": (4,)}) is resolve("my_models:FINISHED")
     for name, options, message in (
         ("my_models:FINISHED", {"width": 2}, "takes no options"),
-        ("my_models:NUMBER", {}, "is a int"),
+        ("my_models:NUMBER", {}, "not declared as a factory of a model"),
+        ("my_models:undeclared", {}, "not declared as a factory of a model"),
         ("my_models:wrong", {}, "returned a int"),
         ("my_models:tiny", {"depth": 2}, "depth"),
         ("my_models:absent", {}, "has no 'absent'"),
-        ("no_such_module:f", {}, "cannot import 'no_such_module'"),
+        ("no_such_module:f", {}, "cannot import the module 'no_such_module'"),
         ("my_models:", {}, "module:attribute"),
+        ("os:system", {"command": "exit 1"}, "not declared as a factory of a model"),
     ):
         with pytest.raises(ValueError, match=message):
             build(name, {"x": (4,)}, 2, **options)
@@ -268,7 +272,7 @@ def test_build_takes_the_users_own(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("name", "shapes", "classes", "options", "message"),
     [
-        ("cnn", {"x": (28, 28)}, 10, {}, "no model is called 'cnn'; there are least_squares"),
+        ("cnn", {"x": (28, 28)}, 10, {}, "model 'cnn' does not exist.*there are: char_lstm, emnist_cnn, least_squares"),
         ("mlp", {"x": (4,)}, 10, {"layers": 2}, "no option 'layers'; it takes d, classes, hidden"),
         ("mlp", {"x": (4,)}, None, {}, "needs 'classes'"),
         ("mlp", {"pixels": (4,)}, 10, {}, r"the data has \['pixels'\]"),

@@ -25,6 +25,8 @@ from fedbraid.algorithms._mime import locmime, mime, mimelite
 from fedbraid.algorithms._mvr import mime_mvr, mimelite_mvr, server_only_mvr
 from fedbraid.algorithms._scaffold import scaffold
 from fedbraid.algorithms._server_only import server_only
+from fedbraid.core import Algorithm
+from fedbraid.names import Names
 
 __all__ = [
     "diloco",
@@ -60,3 +62,6 @@ __all__ = [
 
 ALGORITHMS = {name: globals()[name] for name in __all__}
 """Every algorithm that a configuration can name, and its factory."""
+
+NAMES = Names("algorithm", ALGORITHMS, Algorithm, without="alg")
+"""Those, the algorithms of installed packages, and ``module:attribute``."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, check_count, check_number
+from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Logged, Report, check_count, check_number, logged
 from fedbraid.local import ClientData, Fold, LocalWork
 
 __all__ = ["SCHEDULES", "over_rounds", "schedule"]
@@ -106,9 +106,9 @@ def over_rounds(make: Callable[..., Algorithm], values: Mapping[str, Callable[[A
     last = len(first.exchanges) - 1
 
     def exchange(i: int, plain: Exchange) -> Exchange:
-        def receive(server: Scheduled, aggregate: Aggregate, key: Any) -> Scheduled:
-            inner = at(server.round).exchanges[i].receive(server.server, aggregate, key)
-            return Scheduled(inner, server.round + (i == last))
+        def receive(server: Scheduled, aggregate: Aggregate, key: Any) -> Logged:
+            inner = logged(at(server.round).exchanges[i].receive(server.server, aggregate, key))
+            return Logged(Scheduled(inner.server, server.round + (i == last)), inner.logs)
 
         return plain._replace(
             send=lambda server: _tagged(at(server.round).exchanges[i].send(server.server), server.round),

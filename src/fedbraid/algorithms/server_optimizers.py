@@ -101,7 +101,8 @@ def adaptive(
             return v + square
         if kind == "adam":
             return b2 * v + (1 - b2) * square
-        return v - (1 - b2) * square * jnp.sign(v - square)
+        moved = v - (1 - b2) * square * jnp.sign(v - square)
+        return jnp.where(v == square, v, moved)  # two infinities, of uploads whose squares overflow, would give NaN
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AdaptiveState]:
         del params

@@ -100,7 +100,8 @@ def _what(
         return loaded, resume, finished(resume, loaded.rounds)
     loaded = load_config(config, settings)
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    what = f"{loaded.algorithm.name}-{Path(loaded.data.name).name}"  # data may be the path of a store
+    # data may be the path of a store, and both may be module:attribute
+    what = f"{loaded.algorithm.name}-{Path(loaded.data.name).name}".replace(":", "-")
     return loaded, out if out is not None else Path("runs") / f"{what}-{stamp}", None
 
 
@@ -254,10 +255,16 @@ class _Watch:
     def built(self, experiment: Any) -> None:
         config, data = experiment.config, experiment.data
         if self.show:
+            from fedbraid.experiment.assembly import from_elsewhere
+
+            others = from_elsewhere(config)
             self.console.print(
-                f"[bold]{config.algorithm.name}[/] on [bold]{config.data.name}[/]: {data.train.num_clients} clients, "
-                f"{data.train.num_examples:,} examples, model {config.model.name}, cohort {config.cohort}"
+                f"[bold]{escape(config.algorithm.name)}[/] on [bold]{escape(config.data.name)}[/]: "
+                f"{data.train.num_clients} clients, {data.train.num_examples:,} examples, model "
+                f"{escape(config.model.name)}, cohort {config.cohort}"
                 + (f", {config.attack.share:.0%} of the clients are attackers" if config.attack.share else "")
+                + (f"; code that is not fedbraid's: {escape(', '.join(others))}" if others else ""),
+                soft_wrap=True,
             )
             self.bar.start()
 

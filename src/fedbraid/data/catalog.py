@@ -28,8 +28,9 @@ from fedbraid.data.plain import from_arrays, partition_options
 from fedbraid.data.preprocess import Pipeline
 from fedbraid.data.store import TextRows, gather, is_store
 from fedbraid.data.synthetic import SYNTHETIC
+from fedbraid.names import Found, Names, check_options, is_reference, options_of
 
-__all__ = ["CATALOG", "Entry", "load", "repartition"]
+__all__ = ["CATALOG", "NAMES", "Entry", "load", "repartition"]
 
 
 class Entry(NamedTuple):
@@ -42,15 +43,21 @@ class Entry(NamedTuple):
 
 
 def load(name: str, **options: Any) -> FederatedData:
-    """A data set by its catalog name, or a store by its path; options override the entry's defaults.
+    """A data set by its name (see ``NAMES``), or a store by its path; options override the entry's defaults.
 
     >>> data = load("digits", partition="dirichlet", alpha=0.3, clients=50, test_fraction=0.2, seed=0)
     >>> data.train.num_clients, data.train.num_examples + data.test.num_examples
     (50, 1797)
     """
-    if name not in CATALOG and not is_store(name):
-        raise ValueError(f"unknown data set {name!r}; name a store's folder or one of: {', '.join(CATALOG)}")
-    entry = CATALOG.get(name, Entry(_from_path, {"path": name}, "a store"))
+    if is_store(name) and name not in CATALOG:
+        entry = Entry(_from_path, {"path": name}, "a store")
+    elif name not in (known := NAMES.all()) and not is_reference(name):
+        raise ValueError(
+            f"unknown data set {name!r}; name a store's folder, module:loader or one of: {', '.join(known)}"
+        )
+    else:
+        found = NAMES.find(name)
+        entry = found.thing if found.own else Entry(_loaded_by(found), {}, "")
     seed = options.get("seed", 0)
     preprocess, validation = options.pop("preprocess", None), options.pop("validation_fraction", None)
     max_clients = options.pop("max_clients", None)
@@ -129,6 +136,21 @@ def _from_path(defaults: Mapping[str, Any], *, name: str | None = None, **option
     if not source.info.get("plain") and options.get("partition") is None:
         return repartition(source, **options)
     return repartition(source, **_with_defaults(defaults, options))
+
+
+def _loaded_by(found: Found) -> Callable[..., FederatedData]:
+    """The loader of another package. Options that it does not declare are those of a new partition."""
+
+    def call(_: Mapping[str, Any], **options: Any) -> FederatedData:
+        declared = options_of(found.thing)
+        own = {name: value for name, value in options.items() if name in declared}
+        rest = {name: value for name, value in options.items() if name not in declared}
+        if rest and not {"partition", "test_fraction"} & rest.keys():
+            check_options(f"dataset {found.name!r}", found.thing, rest)
+        data = NAMES.call(found, own, {})
+        return repartition(data, **rest) if rest else data
+
+    return call
 
 
 def _named(name: str) -> Callable[..., FederatedData]:
@@ -279,3 +301,6 @@ CATALOG: Mapping[str, Entry] = {
     ),
     **{name: Entry(_synthetic(function), {}, about) for name, (function, about) in SYNTHETIC.items()},
 }
+
+NAMES = Names("dataset", CATALOG, FederatedData)
+"""Those, the data sets of installed packages, and ``module:attribute``."""

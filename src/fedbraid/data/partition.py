@@ -18,7 +18,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from fedbraid.names import Names
+
 __all__ = [
+    "NAMES",
     "PARTITIONERS",
     "Summary",
     "by_id",
@@ -470,3 +473,6 @@ PARTITIONERS: Mapping[str, Callable[..., Parts]] = {
     "shards": shards,
     "pachinko": pachinko,
 }
+
+NAMES = Names("partition", PARTITIONERS)
+"""Those, the partitions of installed packages, and ``module:attribute``; ``"natural"`` is not one of them."""

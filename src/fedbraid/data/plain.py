@@ -13,6 +13,7 @@ from fedbraid.data import partition as partitions
 from fedbraid.data.description import Preprocess
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.data.preprocess import scaling_of
+from fedbraid.names import options_of
 
 __all__ = ["from_arrays", "from_dataset", "from_table", "partition_options", "partition_rows"]
 
@@ -199,10 +200,14 @@ def partition_rows(
     >>> [len(p) for p in partition_rows(6, {}, partition="iid", clients=3)]
     [2, 2, 2]
     """
-    if partition not in partitions.PARTITIONERS:
-        known = ", ".join([*partitions.PARTITIONERS, "natural"])
-        raise ValueError(f"unknown partition {partition!r}; known: {known}")
-    function = partitions.PARTITIONERS[partition]
+    found = partitions.NAMES.find(partition)
+    if not found.own:
+        offered = {"n": n, "arrays": dict(arrays), "labels": arrays.get(label), "seed": seed}
+        parts = partitions.NAMES.call(found, options, {name: lambda v=value: v for name, value in offered.items()})
+        parts = [np.asarray(part) for part in parts]
+        partitions.check_partition(parts, n)
+        return parts
+    function = found.thing
     keywords = partition_options(partition)
     if extra := sorted(set(options) - set(keywords)):
         raise ValueError(f"partition {partition!r} has no option {extra[0]!r}; it takes {', '.join(keywords)}")
@@ -223,9 +228,12 @@ def partition_options(partition: str) -> dict[str, Any]:
     >>> sorted(partition_options("iid"))
     ['clients', 'seed']
     """
-    if partition not in partitions.PARTITIONERS:
+    if partition == "natural":
         return {}
-    parameters = inspect.signature(partitions.PARTITIONERS[partition]).parameters.values()
+    found = partitions.NAMES.find(partition)
+    if not found.own:
+        return options_of(found.thing, skip=("n", "arrays", "labels"))
+    parameters = inspect.signature(found.thing).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 

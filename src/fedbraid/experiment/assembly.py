@@ -12,29 +12,32 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 import fedbraid
-from fedbraid import address, algorithms, transforms
+from fedbraid import address, algorithms, models, transforms
 from fedbraid.core import Algorithm
+from fedbraid.data import catalog, partition
 from fedbraid.data.byzantine import mark
-from fedbraid.data.catalog import CATALOG
 from fedbraid.data.catalog import load as load_data
 from fedbraid.data.description import DataDescription
 from fedbraid.data.federated import FederatedData
 from fedbraid.data.preprocess import Pipeline, unscaled_bytes
 from fedbraid.data.store import is_store
-from fedbraid.experiment.config import Config, ConfigError, Named, options_of, unknown
+from fedbraid.experiment.config import Config, ConfigError, Named
+from fedbraid.experiment.feasibility import check_feasible
 from fedbraid.metric import Metrics, as_metrics
-from fedbraid.models import MODELS, Model, check_targets, with_metrics
+from fedbraid.models import Model, check_targets, with_metrics
 from fedbraid.models import build as build_model
+from fedbraid.names import Found, Names, options_of, unknown
 from fedbraid.notices import notice
 from fedbraid.simulation import arrival
 
-__all__ = ["Experiment", "assemble", "build", "load_named"]
+__all__ = ["Experiment", "assemble", "build", "find_parts", "from_elsewhere", "load_named"]
 
 PyTree = Any
 
@@ -109,12 +112,14 @@ def steps_of(description: DataDescription) -> list[dict[str, Any]]:
 
 def build(config: Config) -> Experiment:
     """Load the data that ``config`` names and assemble the experiment on it; raises ConfigError for a wrong config."""
-    return assemble(config, load_named(config))
+    experiment = assemble(config, load_named(config))
+    check_feasible(experiment)
+    return experiment
 
 
 def load_named(config: Config) -> FederatedData:
     """Load and check the data that ``config`` names, after checking the names of the model and the algorithm."""
-    _check_names(config)
+    find_parts(config)
     data = _named("data", config.data, lambda **options: load_data(config.data.name, **options))
     data.check()
     if field := unscaled_bytes(data.train):
@@ -143,7 +148,7 @@ def assemble(config: Config, about: DataDescription | FederatedData) -> Experime
     >>> assemble(tiny, load("digits", clients=3).description).shapes["w"].shape
     (64, 10)
     """
-    _check_names(config)
+    parts = find_parts(config)
     data = about if isinstance(about, FederatedData) else None
     description = about.description if isinstance(about, FederatedData) else about
     population = description.population
@@ -169,8 +174,8 @@ def assemble(config: Config, about: DataDescription | FederatedData) -> Experime
     if data is not None:
         context["data"] = lambda: data.train
     else:
-        _refuse_without_data(config)
-    algorithm = _build_algorithm(config, context)
+        _refuse_without_data(config, parts)
+    algorithm = _build_algorithm(config, parts, context)
     if config.attack.share:  # outermost: it replaces the whole upload of an honest client
         algorithm = transforms.attack(algorithm, factor=config.attack.factor)
     return Experiment(config, description, model, algorithm, _arrival(config), data)
@@ -187,37 +192,35 @@ def _with_metrics(config: Config, model: Model, data: FederatedData | None) -> M
         raise ConfigError(f"evaluation.metrics: {error}") from None
 
 
-def _build_algorithm(config: Config, context: Mapping[str, Callable[[], Any]]) -> Algorithm:
+def _build_algorithm(config: Config, parts: Parts, context: Mapping[str, Callable[[], Any]]) -> Algorithm:
     """The algorithm with its transforms. ``context`` provides the factory arguments that are not options, by name."""
-    factory = algorithms.ALGORITHMS[config.algorithm.name]
-    algorithm = _call("algorithm", factory, config.algorithm, context, {})
+    algorithm = _call("algorithm", algorithms.NAMES, parts["algorithm"], config.algorithm, context)
     for i, named in enumerate(config.transforms):
-        transform = transforms.TRANSFORMS[named.name]
-        algorithm = _call(f"transforms[{i}]", transform, named, context, {"alg": algorithm})
+        inner = {**context, "alg": lambda inside=algorithm: inside}
+        algorithm = _call(f"transforms[{i}]", transforms.NAMES, parts[f"transforms[{i}]"], named, inner)
     return algorithm
 
 
-def _refuse_without_data(config: Config) -> None:
+def _refuse_without_data(config: Config, parts: Parts) -> None:
     if config.attack.share:
         raise ConfigError("[attack] is for simulations: it makes some clients Byzantine; leave the section out")
-    factories = [(config.algorithm.name, algorithms.ALGORITHMS[config.algorithm.name])]
-    factories += [(named.name, transforms.TRANSFORMS[named.name]) for named in config.transforms]
-    for name, factory in factories:
-        if "data" in inspect.signature(factory).parameters:
-            raise ConfigError(f"{name!r} reads the data of all clients together; no machine of a federation has them")
+    for section, found in parts.items():
+        if section not in ("data", "model", "partition") and "data" in inspect.signature(found.thing).parameters:
+            raise ConfigError(
+                f"{found.name!r} reads the data of all clients together; no machine of a federation has them"
+            )
 
 
 def _call(
-    section: str, factory: Callable, named: Named, context: Mapping[str, Callable[[], Any]], fixed: Mapping[str, Any]
-) -> Any:
-    parameters = inspect.signature(factory).parameters
-    offered = {key: make() for key, make in context.items() if key in parameters} | dict(fixed)
-    options = options_of(factory, skip=tuple(offered))
+    section: str, names: Names, found: Found, named: Named, context: Mapping[str, Callable[[], Any]]
+) -> Algorithm:
+    offered = {key: make for key, make in context.items() if key in inspect.signature(found.thing).parameters}
+    options = options_of(found.thing, skip=tuple(offered))
     for key in named.options:
         if key not in options:
             raise ConfigError(unknown(f"option of {section} {named.name!r}:", key, options))
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in named.options.items()}
-    return _named(section, named, lambda **_: factory(**offered, **given))
+    return _named(section, named, lambda **_: names.call(found, given, offered))
 
 
 def _named(section: str, named: Named, make: Callable) -> Any:
@@ -225,20 +228,39 @@ def _named(section: str, named: Named, make: Callable) -> Any:
         return make(**named.options)
     except ConfigError:
         raise
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OSError) as error:
         raise ConfigError(f"[{section}] name = {named.name!r}: {error}") from error
 
 
-def _check_names(config: Config) -> None:
-    known = {"data": CATALOG, "model": MODELS, "algorithm": algorithms.ALGORITHMS}
-    for section, names in known.items():
-        name = getattr(config, section).name
-        elsewhere = (section == "model" and ":" in name) or (section == "data" and is_store(name))
-        if name not in names and not elsewhere:
-            raise ConfigError(unknown(f"{section}.name", name, names))
-    for i, named in enumerate(config.transforms):
-        if named.name not in transforms.TRANSFORMS:
-            raise ConfigError(unknown(f"transforms[{i}].name", named.name, transforms.TRANSFORMS))
+Parts = Mapping[str, Found]  # by section: data, partition, model, algorithm, transforms[0] ...
+
+
+def find_parts(config: Config) -> Parts:
+    """The parts that a configuration names, with where they come from; raises ConfigError for a wrong name."""
+    named: list[tuple[str, str, Names, str]] = [
+        ("data", "data.name", catalog.NAMES, config.data.name),
+        ("model", "model.name", models.NAMES, config.model.name),
+        ("algorithm", "algorithm.name", algorithms.NAMES, config.algorithm.name),
+    ]
+    if (split := config.data.options.get("partition")) not in (None, "natural"):
+        named.append(("partition", "data.partition", partition.NAMES, str(split)))
+    for i, transform in enumerate(config.transforms):
+        named.append((f"transforms[{i}]", f"transforms[{i}].name", transforms.NAMES, transform.name))
+    folder = None if config.modules is None else Path(config.modules)
+    parts = {}
+    for section, key, names, name in named:
+        try:
+            if section != "data" or name in names.own or not is_store(name):
+                parts[section] = names.find(name, folder)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"{key} = {name!r}: {error}") from error
+    return parts
+
+
+def from_elsewhere(config: Config) -> list[str]:
+    """The parts of a configuration that are not the library's own, with where their code comes from."""
+    parts = find_parts(config)
+    return [f"{section} {found.name} from {found.source}" for section, found in parts.items() if not found.own]
 
 
 def _arrival(config: Config) -> Callable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 from fedbraid import algorithms, transforms
@@ -22,15 +23,15 @@ class Citation(NamedTuple):
     paper: str
 
 
-def citation(kind: str, name: str) -> Citation:
-    """The citation of an algorithm or a transform, from its docstrings.
+def citation(kind: str, name: str, folder: Path | None = None) -> Citation:
+    """The citation of an algorithm or a transform, from its docstrings; ``folder`` is searched for its module.
 
     >>> citation("algorithm", "scaffold").paper.split(".")[-3].strip()
     'ICML 2020'
     >>> citation("algorithm", "fedavg").paper.split(",")[0]
     'H. B. McMahan'
     """
-    factory = (algorithms.ALGORITHMS if kind == "algorithm" else transforms.TRANSFORMS)[name]
+    factory = (algorithms.NAMES if kind == "algorithm" else transforms.NAMES).find(name, folder).thing
     module = inspect.getmodule(factory)
     about, *own = (inspect.getdoc(factory) or "").split("\n\n")
     shared = (inspect.getdoc(module) or "").split("\n\n")[1:] if module else []

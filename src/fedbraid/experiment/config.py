@@ -8,16 +8,15 @@ value, the allowed values and the nearest valid name.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import inspect
 import json
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fedbraid.names import is_reference, options_of, unknown
 from fedbraid.simulation.options import EngineOptions
 
 __all__ = [
@@ -33,8 +32,20 @@ __all__ = [
 ]
 
 
+SEEDS = 2**63  # seeds are 64-bit integers
+MOST_ROUNDS = 10**9  # at a thousand rounds per second this takes eleven days
+_SHOWN = 200  # characters of a value in an error message
+_LINE = 2000  # characters of a line
+
+
 class ConfigError(ValueError):
     """A configuration that cannot run; the message names the key and says how to correct it."""
+
+    def __init__(self, message: str) -> None:
+        """Very long lines, of very long values, are cut in the middle."""
+        lines = message.split("\n")
+        cut = [line if len(line) <= _LINE else f"{line[:_SHOWN]} ... {line[-_SHOWN:]}" for line in lines]
+        super().__init__("\n".join(cut))
 
 
 class _Section(BaseModel):
@@ -70,7 +81,7 @@ class Attack(_Section):
 
     share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     factor: Annotated[float, Field(allow_inf_nan=False)] = -1.0
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=SEEDS)] = 0
 
 
 class Evaluation(_Section):
@@ -85,10 +96,14 @@ class Checkpoint(_Section):
 
 
 class Config(_Section):
-    """One run."""
+    """One run.
 
-    seed: Annotated[int, Field(ge=0)] = 0
-    rounds: Annotated[int, Field(ge=1)] = 200
+    modules: the folder in which modules of names of the form ``module:attribute`` are searched, besides the installed
+        ones. It is the folder of the configuration file, and is set only if the file has such a name.
+    """
+
+    seed: Annotated[int, Field(ge=0, lt=SEEDS)] = 0
+    rounds: Annotated[int, Field(ge=1, le=MOST_ROUNDS)] = 200
     cohort: Annotated[int, Field(ge=1)] | Literal["all"] = 10
     data: Named = Named(name="digits")
     model: Named = Named.model_validate({"name": "mlp", "hidden": [64]})
@@ -99,26 +114,7 @@ class Config(_Section):
     evaluation: Evaluation = Evaluation()
     engine: EngineOptions = EngineOptions()
     checkpoint: Checkpoint = Checkpoint()
-
-
-def unknown(what: str, given: str, allowed: Iterable[str]) -> str:
-    """The error message for an unknown name: the allowed names, and the nearest one."""
-    allowed = sorted(allowed)
-    near = difflib.get_close_matches(given, allowed, n=1, cutoff=0.5)
-    guess = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{what} {given!r} does not exist{guess} (there are: {', '.join(allowed)})"
-
-
-def options_of(factory: Callable, skip: Sequence[str] = ()) -> dict[str, Any]:
-    """The keyword options of a factory and their defaults; for options of a typed ``**`` parameter it is None."""
-    options: dict[str, Any] = {}
-    for name, parameter in inspect.signature(factory).parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            for typed in get_args(get_type_hints(factory).get(name)):  # of Unpack[a TypedDict]
-                options |= dict.fromkeys(get_type_hints(typed))
-        elif parameter.kind is not inspect.Parameter.VAR_POSITIONAL:
-            options[name] = parameter.default
-    return {name: default for name, default in options.items() if name not in skip}
+    modules: str | None = None
 
 
 def load_config(path: Path | None = None, settings: Sequence[str] = ()) -> Config:
@@ -138,16 +134,33 @@ def read_tree(path: Path | None = None, settings: Sequence[str] = ()) -> dict[st
             tree = tomllib.loads(path.read_text())
         except OSError as error:
             raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except ValueError as error:  # also of the encoding, and of numbers with thousands of digits
             raise ConfigError(f"{path} is not valid TOML: {error}") from None
+        except RecursionError:
+            raise ConfigError(f"{path} is not valid TOML: it is nested too deeply") from None
     for setting in settings:
         _apply(tree, setting)
+    beside = Path.cwd() if path is None else path.absolute().parent
+    if isinstance(folder := tree.get("modules"), str):
+        tree["modules"] = str(beside / folder)
+    elif folder is None and any(map(is_reference, _names_in(tree))):
+        tree["modules"] = str(beside)
     return tree
+
+
+def _names_in(tree: Any) -> Iterator[str]:
+    """The names of parts anywhere in a tree: of sections, transforms, methods of a comparison and partitions."""
+    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        if isinstance(value, str) and key in ("name", "partition"):
+            yield value
+        elif isinstance(value, Mapping | list):
+            yield from _names_in(value)
 
 
 def parse(tree: Mapping[str, Any]) -> Config:
     """A checked configuration from a nested mapping."""
     tree = dict(tree)
+    _refuse_truth_values(tree, Config)
     for section in ("data", "model", "algorithm"):  # `name` may be left out to set options of the default
         given = tree.get(section)
         default: Named = Config.model_fields[section].default
@@ -157,6 +170,27 @@ def parse(tree: Mapping[str, Any]) -> Config:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(sentences(error, Config)) from None
+    except RecursionError:
+        raise ConfigError("the configuration is nested too deeply") from None
+
+
+def _refuse_truth_values(tree: Mapping[str, Any], model: type[BaseModel], section: str = "") -> None:
+    """Refuse true and false where a number is expected: pydantic would take them for 1 and 0."""
+    for key, field in model.model_fields.items():
+        value, kind = tree.get(key), field.annotation
+        if isinstance(value, Mapping) and dataclasses.is_dataclass(kind):
+            hints = get_type_hints(kind)
+            words = [name for name, given in value.items() if isinstance(given, bool) and hints.get(name) is not bool]
+            if words:
+                raise ConfigError(_not_a_truth_value(f"{section}{key}.{words[0]}", value[words[0]]))
+        elif isinstance(value, Mapping) and isinstance(kind, type) and issubclass(kind, _Section):
+            _refuse_truth_values(value, kind, f"{section}{key}.")
+        elif isinstance(value, bool):
+            raise ConfigError(_not_a_truth_value(f"{section}{key}", value))
+
+
+def _not_a_truth_value(key: str, value: bool) -> str:
+    return f"{key} = {str(value).lower()}: true and false are not allowed here"
 
 
 def sentences(error: ValidationError, model: type[BaseModel], section: str = "") -> str:
@@ -178,6 +212,12 @@ def _apply(tree: dict[str, Any], setting: str) -> None:
         here[last] = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         here[last] = text.strip()  # a bare word is a string
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{key.strip()}: the value {_short(text)} is too long or nested too deeply") from None
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _fields_at(model: Any, location: Sequence[Any]) -> list[str]:
@@ -198,7 +238,7 @@ def _sentence(error: Mapping[str, Any], model: type[BaseModel], section: str) ->
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):  # of a section, of engine options
         parent = ".".join(map(str, [*before, *location[:-1]]))
         return unknown(f"key in [{parent}]" if parent else "key", str(location[-1]), _fields_at(model, location[:-1]))
-    given = json.dumps(error["input"], default=str)
+    given = _short(json.dumps(error["input"], default=str))
     if error["type"] == "value_error":  # raised by our own check: its message is complete
         return f"{key} = {given}: {error['msg'].removeprefix('Value error, ')}"
     return f"{key} = {given}: {error['msg'].lower()}"

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import fedbraid
-from fedbraid import algorithms, files, transforms
+from fedbraid import files
 from fedbraid.experiment.citations import citation
 from fedbraid.experiment.collect import Collection
 from fedbraid.experiment.config import ConfigError, dump
@@ -219,17 +219,18 @@ def _difference(found: Collection) -> str:
 
 
 def _methods(found: Collection) -> str:
-    named: dict[tuple[str, str], None] = {}
+    named: dict[tuple[str, str], Path | None] = {}
     for run in found.runs:
-        named[("algorithm", run.config.algorithm.name)] = None
+        folder = None if run.config.modules is None else Path(run.config.modules)
+        named[("algorithm", run.config.algorithm.name)] = folder
         for transform in run.config.transforms:
-            named[("transform", transform.name)] = None
+            named[("transform", transform.name)] = folder
     items = []
-    for kind, name in named:
-        known = algorithms.ALGORITHMS if kind == "algorithm" else transforms.TRANSFORMS
-        if name not in known:
+    for (kind, name), folder in named.items():
+        try:
+            cited = citation(kind, name, folder)
+        except ValueError:  # a package that is not installed here, or a method of another version
             continue
-        cited = citation(kind, name)
         paper = f"<br><cite>{html.escape(cited.paper)}</cite>" if cited.paper else ""
         items.append(f"<dt><code>{html.escape(name)}</code></dt><dd>{html.escape(cited.about)}{paper}</dd>")
     return f"<dl>{''.join(items)}</dl>" if items else '<p class="note">No runs here, only tuning.</p>'

@@ -18,6 +18,7 @@ from fedbraid.simulation.tally import Sizes, server_step
 __all__ = ["Aggregator", "Summed", "Upload"]
 
 PyTree = Any
+After = tuple[PyTree, dict[str, float]]  # the server's next state, and what it logs
 
 
 class Upload(NamedTuple):
@@ -39,7 +40,7 @@ class Summed(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The server after an exchange, the mean metrics, and the clients whose uploads would have made it not finite."""
+    """The server after an exchange, mean metrics and logs, and the clients that would have made it not finite."""
 
     server: PyTree
     metrics: dict[str, float]
@@ -87,7 +88,7 @@ class Aggregator:
 
         sizes = Sizes(population, rows)
 
-        def receive(server: PyTree, sums: tuple[PyTree, Any, Any], key: Any, draw: Callable) -> PyTree:
+        def receive(server: PyTree, sums: tuple[PyTree, Any, Any], key: Any, draw: Callable) -> Any:
             return server_step(exchange, server, sums, sizes, key, draw)
 
         self._noise = partial(numbers_drawn, receive) if exchange.sealed is not None else lambda *given: ()
@@ -103,13 +104,14 @@ class Aggregator:
     def step_sum(self, server: PyTree, summed: Summed, round_: int, seed: int) -> Step:
         """As `step`, where only the sum of the uploads is known."""
         weight = jnp.asarray(summed.weight, jnp.result_type(float))
-        after = self._next(server, (summed.combined, weight, jnp.int32(summed.count)), round_, seed)
-        return Step(after, summed.metrics, [])
+        after, logs = self._next(server, (summed.combined, weight, jnp.int32(summed.count)), round_, seed)
+        return Step(after, summed.metrics | logs, [])
 
-    def _next(self, server: PyTree, sums: tuple[PyTree, Any, Any], round_: int, seed: int) -> PyTree:
-        """The server's next state. Its noise comes from the operating system, so that no client can compute it."""
+    def _next(self, server: PyTree, sums: tuple[PyTree, Any, Any], round_: int, seed: int) -> After:
+        """The server's next state and its logs. Its noise comes from the operating system: no client can compute it."""
         given = server, sums, address.exchange_key(jax.random.key(seed), round_, self._index)
-        return self._receive(*given, entropy.normals(self._noise(*given)))
+        after, logs = self._receive(*given, entropy.normals(self._noise(*given)))
+        return after, {name: float(value) for name, value in logs.items()}
 
     def step(self, server: PyTree, uploads: dict[int, Upload], round_: int, seed: int) -> Step:
         """The server's state after the uploads (by client). Without uploads it is unchanged.
@@ -118,14 +120,14 @@ class Aggregator:
         """
         rest, unfit = dict(uploads), []
         while rest:
-            after = self._reduce(server, rest, round_, seed)
+            after, logs = self._reduce(server, rest, round_, seed)
             if self._stays_finite(server, after):
-                return Step(after, _mean_metrics([rest[client] for client in sorted(rest)]), unfit)
+                return Step(after, _mean_metrics([rest[client] for client in sorted(rest)]) | logs, unfit)
             unfit.append(max(sorted(rest), key=lambda client: rest[client].size))
             del rest[unfit[-1]]
         return Step(server, {}, unfit)
 
-    def _reduce(self, server: PyTree, uploads: dict[int, Upload], round_: int, seed: int) -> PyTree:
+    def _reduce(self, server: PyTree, uploads: dict[int, Upload], round_: int, seed: int) -> After:
         taken = [uploads[client] for client in sorted(uploads)]
         lifted = [u.lifted for u in taken]
         weights = np.zeros(self._rows if self._gather else len(taken), jnp.result_type(float))

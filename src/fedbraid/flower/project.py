@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import fedbraid
 from fedbraid import files
-from fedbraid.experiment.assembly import assemble, load_named
+from fedbraid.experiment.assembly import assemble, find_parts, load_named
 from fedbraid.experiment.config import Config, ConfigError, dump
 from fedbraid.flower.federation import (
     EXPERIMENT,
@@ -21,6 +21,7 @@ from fedbraid.flower.federation import (
 )
 from fedbraid.flower.policy import Policy
 from fedbraid.flower.secure.messages import check_sums
+from fedbraid.names import files_in, requirement
 
 __all__ = ["package_of", "write_app"]
 
@@ -158,19 +159,21 @@ def write_app(
     what = re.sub(r"[^\w ./:+-]", "?", f"{config.algorithm.name} on {config.data.name}")[:200]
     schema = {name: (field["dtype"], field["shape"]) for name, field in about["schema"].items()}
     words = {"what": what, "package": PACKAGE, "rounds": config.rounds, "population": population}
+    carried, requirements = _code(config)
     package = folder / PACKAGE
     texts = {
-        folder / "pyproject.toml": PYPROJECT + _toml(_pyproject(folder, what, config.rounds)),
+        folder / "pyproject.toml": PYPROJECT + _toml(_pyproject(folder, what, config.rounds, requirements)),
         folder / "README.md": README.substitute(words, nodes=min(population, 3)),
         package / "__init__.py": f"{what + ', deployed.'!r}\n",
         package / "client.py": CLIENT.substitute(schema=_literal(schema)),
         package / "server.py": SERVER,
-        package / EXPERIMENT: dump(config),
+        package / EXPERIMENT: dump(config.model_copy(update={"modules": None})),
         package / FEDERATION: _federation(about),
     }
+    texts |= {package / name: place.read_text() for name, place in carried.items()}
     _check_texts(texts, schema, config.data.name)
-    package.mkdir(parents=True)
     for place, text in texts.items():
+        place.parent.mkdir(parents=True, exist_ok=True)
         files.write_text(place, text)
     return {"app": str(folder), "population": population, "files": [str(p.relative_to(folder)) for p in texts]}
 
@@ -186,7 +189,7 @@ def _toml(values: dict[str, Any]) -> str:
     return tomli_w.dumps(values)
 
 
-def _pyproject(folder: Path, what: str, rounds: int) -> dict[str, Any]:
+def _pyproject(folder: Path, what: str, rounds: int, requirements: list[str]) -> dict[str, Any]:
     name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower())[:64].strip("-")
     app = {
         "publisher": "fedbraid",
@@ -201,7 +204,7 @@ def _pyproject(folder: Path, what: str, rounds: int) -> dict[str, Any]:
             "version": "1.0.0",
             "description": f"{what}, deployed with fedbraid",
             "license": "Apache-2.0",
-            "dependencies": [f"fedbraid[flower]=={fedbraid.__version__}"],
+            "dependencies": [f"fedbraid[flower]=={fedbraid.__version__}", *requirements],
         },
         "tool": {"hatch": {"build": {"targets": {"wheel": {"packages": [PACKAGE]}}}}, "flwr": {"app": app}},
     }
@@ -226,6 +229,29 @@ def _check_texts(texts: dict[Path, str], schema: dict[str, Any], data: str) -> N
         raise ConfigError(
             f"the names of the data {data!r} and its fields {list(schema)!r} do not survive TOML: rename them"
         )
+
+
+def _code(config: Config) -> tuple[dict[str, Path], list[str]]:
+    """The code of others that sites need: files beside the configuration, which the app carries, and packages."""
+    folder = None if config.modules is None else Path(config.modules)
+    files: dict[str, Path] = {}
+    packages: dict[str, None] = {}
+    for section, found in find_parts(config).items():
+        if found.own or found.module.partition(".")[0] == fedbraid.__name__:
+            continue
+        mine, package = files_in(found, folder), requirement(found)
+        if not mine and package is None:
+            raise ConfigError(
+                f"{section} {found.name!r} is in {found.source}, which is neither beside the configuration nor part of "
+                "an installed package, so sites would not have it: put the module beside the configuration file"
+            )
+        files |= mine
+        if not mine and package is not None:
+            packages[package] = None
+    taken = sorted({"__init__.py", "client.py", "server.py"} & files.keys())
+    if taken:
+        raise ConfigError(f"the app has its own {taken[0]}: rename your module {taken[0]} beside the configuration")
+    return files, list(packages)
 
 
 def _federation(about: dict[str, Any]) -> str:

@@ -8,13 +8,14 @@ from fedbraid.models.lstm import char_lstm, word_lstm
 from fedbraid.models.model import Model, total
 from fedbraid.models.modules import from_equinox, from_flax, from_functions
 from fedbraid.models.perceptron import mlp
-from fedbraid.models.registry import MODELS, build, resolve
+from fedbraid.models.registry import MODELS, NAMES, build, resolve
 from fedbraid.models.resnet import resnet18_gn
 from fedbraid.models.scoring import with_metrics
 from fedbraid.models.targets import Targets, check_targets
 
 __all__ = [
     "MODELS",
+    "NAMES",
     "Model",
     "Targets",
     "build",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,9 @@ from fedbraid.models.lstm import char_lstm, word_lstm
 from fedbraid.models.model import Model
 from fedbraid.models.perceptron import mlp
 from fedbraid.models.resnet import resnet18_gn
+from fedbraid.names import Names, resolve
+
+__all__ = ["MODELS", "NAMES", "build", "resolve"]
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -28,7 +30,10 @@ MODELS: dict[str, Callable[..., Model]] = {
     "char_lstm": char_lstm,
     "word_lstm": word_lstm,
 }
-"""Every model that a config can name, and its factory."""
+"""The library's own models, and their factories."""
+
+NAMES = Names("model", MODELS, Model, instances=True)
+"""Every model that a config can name: those, the models of installed packages, and ``module:attribute``."""
 
 
 def _image(shapes: Shapes) -> tuple[int, ...]:
@@ -62,8 +67,9 @@ def build(name: str, example_shapes: Shapes, num_classes: int | None = None, **o
     """The model called ``name``, sized for a data set.
 
     Args:
-        name: a name in ``MODELS``, or ``"module:attribute"`` (see ``resolve``) of a ``Model`` or of a function that
-            returns one. That function gets ``options``, and ``example_shapes`` and ``num_classes`` if it takes them.
+        name: a name in ``NAMES``: of the library, of an installed package, or ``"module:attribute"`` of a ``Model`` or
+            of a factory that returns one (marked with ``@fedbraid.factory("model")``, or annotated ``-> Model``). That
+            factory gets ``options``, and ``example_shapes`` and ``num_classes`` if it takes them.
         example_shapes: the shape of one example of each field, such as ``{"x": (28, 28), "y": ()}``.
         num_classes: the number of labels (for sequences: of symbols); None for regression.
         options: further arguments of the factory; they override the sizes of the data set.
@@ -73,11 +79,12 @@ def build(name: str, example_shapes: Shapes, num_classes: int | None = None, **o
     >>> [layer["w"].shape for layer in model.init(jax.random.key(0))]
     [(784, 50), (50, 62)]
     """
-    if ":" in name:
-        return _build_user(name, example_shapes, num_classes, options)
-    if name not in MODELS:
-        raise ValueError(f"no model is called {name!r}; there are {', '.join(MODELS)}, or give 'module:attribute'")
-    factory = MODELS[name]
+    found = NAMES.find(name)
+    if not found.own:
+        return NAMES.call(
+            found, options, {"example_shapes": lambda: example_shapes, "num_classes": lambda: num_classes}
+        )
+    factory = found.thing
     allowed = list(inspect.signature(factory).parameters)
     for option in options:
         if option not in allowed:
@@ -97,43 +104,3 @@ def build(name: str, example_shapes: Shapes, num_classes: int | None = None, **o
                 + f"set the option {argument}"
             )
     return factory(**sizes, **options)
-
-
-def _build_user(name: str, example_shapes: Shapes, num_classes: int | None, options: dict[str, Any]) -> Model:
-    found = resolve(name)
-    if not isinstance(found, Model):
-        if not callable(found):
-            raise ValueError(f"{name} is a {type(found).__name__}, not a Model nor a function that returns one")
-        parameters = inspect.signature(found).parameters
-        offered = {"example_shapes": example_shapes, "num_classes": num_classes}
-        arguments = {key: value for key, value in offered.items() if key in parameters} | options
-        try:
-            inspect.signature(found).bind(**arguments)
-        except TypeError as error:
-            raise ValueError(f"{name} cannot be called with the options {sorted(arguments)}: {error}") from None
-        found = found(**arguments)
-    elif options:
-        raise ValueError(f"{name} is a Model, not a function, and takes no options, got {sorted(options)}")
-    if not isinstance(found, Model):
-        raise ValueError(f"{name} returned a {type(found).__name__}; it must return a fedbraid.models.Model")
-    return found
-
-
-def resolve(reference: str) -> Any:
-    """The object at ``"module:attribute"``. The module must be importable.
-
-    >>> resolve("fedbraid.models:mlp").__name__
-    'mlp'
-    """
-    module, _, attribute = reference.partition(":")
-    if not module or not attribute:
-        raise ValueError(f"expected 'module:attribute', got {reference!r}")
-    try:
-        found: Any = importlib.import_module(module)
-    except ImportError as error:
-        raise ValueError(f"cannot import {module!r} of {reference!r}: {error}") from None
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise ValueError(f"{reference!r}: {getattr(found, '__name__', found)} has no {part!r}")
-        found = getattr(found, part)
-    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 AXIS = "clients"
+DEVICES = 64  # most host devices on a machine with fewer cores
 
 
 def cores() -> int:
@@ -40,6 +42,11 @@ def use_cores(count: int | None = None) -> int:
     Call it before jax uses a device; later it has no effect, which is said. Returns the number of devices.
     """
     wanted = cores() if count is None else count
+    if wanted > max(DEVICES, cores()):
+        raise ValueError(
+            f"devices = {wanted}: this machine has {cores()} cores, and more devices than cores do not make a run "
+            f"faster; use at most {max(DEVICES, cores())}"
+        )
     with contextlib.suppress(RuntimeError):  # the backend has started: its number of devices is fixed
         jax.config.update("jax_num_cpu_devices", wanted)
     found = jax.local_device_count()
@@ -85,6 +92,7 @@ def sharded(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(AXIS))
 
 
+NO_LIMIT = 1 << 60  # version 1 of control groups writes a huge number for no limit
 UNKNOWN_MEMORY = 8 << 30  # assumed bytes of memory where the system does not tell (Windows)
 
 
@@ -97,16 +105,24 @@ def free_memory(device: Any) -> int:
 
 
 def total_memory(device: Any) -> int:
-    """Total bytes of a device, used or not; for a CPU, the machine's memory."""
+    """Total bytes of a device, used or not; for a CPU, the machine's memory, or what this process may use of it."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"])
-    return _pages("SC_PHYS_PAGES") or UNKNOWN_MEMORY
+    return _least(_pages("SC_PHYS_PAGES") or UNKNOWN_MEMORY, *(limit for limit, _ in _group_limits()), _address_space())
 
 
 def host_memory() -> int:
-    """Free bytes of this machine's memory; half of all memory where the system does not tell (macOS)."""
-    return _pages("SC_AVPHYS_PAGES") or (_pages("SC_PHYS_PAGES") or UNKNOWN_MEMORY) // 2
+    """Free bytes of this machine's memory; half of all memory where the system does not tell (macOS).
+
+    A container, a service or a job of a cluster may use less: limits of control groups and of the process count.
+    """
+    free = _pages("SC_AVPHYS_PAGES") or (_pages("SC_PHYS_PAGES") or UNKNOWN_MEMORY) // 2
+    return _least(free, *(max(0, limit - used) for limit, used in _group_limits()), _address_space())
+
+
+def _least(first: int, *others: int | None) -> int:
+    return min([first, *(other for other in others if other is not None)])
 
 
 def _pages(name: str) -> int | None:
@@ -114,3 +130,42 @@ def _pages(name: str) -> int | None:
     if name not in getattr(os, "sysconf_names", {}):
         return None
     return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _group_limits(root: Path = Path("/")) -> list[tuple[int, int]]:
+    """Limit and use, in bytes, of every control group of this process that has a limit of memory (version 1 or 2)."""
+    found = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        number, controllers, place = [*line.split(":", 2), "", ""][:3]
+        if number == "0" and not controllers:  # version 2
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            base, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        inside = PurePosixPath(place.lstrip("/"))
+        for group in (inside, *inside.parents):  # a group is also bound by the limits of its parents
+            limit, used = (_read(base / group / name).strip() for name in names)
+            if limit.isdigit() and int(limit) < NO_LIMIT:
+                found.append((int(limit), int(used) if used.isdigit() else 0))
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _address_space() -> int | None:
+    """The most bytes of address space that this process may still take (``ulimit -v``); None if there is no limit."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    pages = _read(Path("/proc/self/statm")).split()
+    return max(0, limit - (int(pages[0]) * os.sysconf("SC_PAGE_SIZE") if pages else 0))

@@ -123,8 +123,9 @@ class _Rounds:
             )
         tally, states = spread(exchange.send(server), arrays, slots, states, key)
         weight, sizes = jnp.sum(tally.weight), Sizes(self.task.data.train.num_clients, self.plan.cohort)
-        server = server_step(exchange, server, tally[:3], sizes, key, address.server_noise(key))
+        server, logs = server_step(exchange, server, tally[:3], sizes, key, address.server_noise(key))
         row = {f"{exchange.name}/{k}": v / jnp.where(weight > 0, weight, jnp.nan) for k, v in tally.metrics.items()}
+        row |= {f"{exchange.name}/{name}": value for name, value in logs.items()}
         row |= {f"{exchange.name}/arrived": tally.count, f"{exchange.name}/refused": tally.refused}
         return server, states, row
 

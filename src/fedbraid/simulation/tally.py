@@ -124,12 +124,12 @@ class Sizes(NamedTuple):
 
 def server_step(
     exchange: Exchange, server: PyTree, sums: tuple[PyTree, Any, Any], sizes: Sizes, key: Any, draw: Callable
-) -> PyTree:
-    """The server's state after an exchange: it receives the reducer's result of the uploads.
+) -> tuple[PyTree, dict[str, Any]]:
+    """The server's state after an exchange, and what ``receive`` logged: it receives the reducer's result.
 
     sums: combined uploads, weight and count; for a gather reducer the first two have one row per upload. key: the
     exchange's key. draw: the source of the noise of a private exchange.
-    Without any upload the server keeps its state, so that momentum does not move the model.
+    Without any upload the server keeps its state, so that momentum does not move the model, and logs are NaN.
     """
     combined, weight, count = sums
     up = exchange.reducer.finish(combined, weight, count)
@@ -137,7 +137,11 @@ def server_step(
     number, clients, expected = (jnp.asarray(n, jnp.result_type(float)) for n in (count, *sizes))
     aggregate = Aggregate(up, jnp.sum(weight), number, clients)
     received = receive_noised(exchange, server, aggregate, expected, address.server_key(key), draw)
-    return select(count > 0, received, server)
+    logs = {
+        name: jnp.where(count > 0, jnp.asarray(value).astype(jnp.result_type(float)), jnp.nan)
+        for name, value in received.logs.items()
+    }
+    return select(count > 0, received.server, server), logs
 
 
 def zero_tally(shapes: Tally, gather: bool, slots: int) -> Tally:

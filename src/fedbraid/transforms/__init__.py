@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from fedbraid.core import Algorithm
+from fedbraid.names import Names
 from fedbraid.transforms.accounting import epsilon, epsilon_by_round, epsilon_of_rows, is_private
 from fedbraid.transforms.byzantine import attack
 from fedbraid.transforms.compression import qsgd, quantize, top_k
@@ -19,6 +20,7 @@ from fedbraid.transforms.robust import (
 )
 
 __all__ = [
+    "NAMES",
     "TRANSFORMS",
     "adaptive_clip",
     "admit_if",
@@ -61,3 +63,6 @@ TRANSFORMS: Mapping[str, Callable[..., Algorithm]] = {
 ``elastic`` also takes the model's ``outputs``, which a config gets from its model. ``attack`` is not here because it
 needs marked data and has its own section. ``admit_if`` is not here because it needs a function.
 """
+
+NAMES = Names("transform", TRANSFORMS, Algorithm, first="alg")
+"""Those, the transforms of installed packages, and ``module:attribute``."""

@@ -39,6 +39,7 @@ from fedbraid.core import (
     Down,
     Exchange,
     Guarantee,
+    Logged,
     Reducer,
     Report,
     StructureError,
@@ -48,6 +49,7 @@ from fedbraid.core import (
     check_number,
     is_traced,
     is_zero,
+    logged,
 )
 from fedbraid.transforms.clients import map_inputs, map_report
 from fedbraid.transforms.codes import is_code, scaled
@@ -187,11 +189,11 @@ def _adapt(exchange: Exchange, quantile: Any, rate: Any) -> Exchange:
             up.pseudograd, Counted(up.aux, jnp.sum(combined[1]) / jnp.maximum(count, 1).astype(combined[1].dtype))
         )
 
-    def receive(server: Extended, aggregate: Aggregate, key: Any) -> Extended:
+    def receive(server: Extended, aggregate: Aggregate, key: Any) -> Logged:
         bound, share = server.own[name], aggregate.up.aux.within
-        server = exchange.receive(server, aggregate._replace(up=_uncounted(aggregate.up)), key)
+        received = logged(exchange.receive(server, aggregate._replace(up=_uncounted(aggregate.up)), key))
         moved = (bound * jnp.exp(-rate * (share - quantile))).astype(bound.dtype)
-        return server._replace(own=server.own | {name: moved})
+        return Logged(received.server._replace(own=received.server.own | {name: moved}), received.logs)
 
     return exchange._replace(
         send=send,

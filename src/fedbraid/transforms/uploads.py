@@ -16,11 +16,13 @@ import jax.numpy as jnp
 from fedbraid.core import (
     Algorithm,
     Exchange,
+    Logged,
     Reducer,
     Report,
     StructureError,
     Up,
     check_number,
+    logged,
     same,
 )
 from fedbraid.transforms.clients import map_inputs, map_report
@@ -116,11 +118,13 @@ def extend_server(alg: Algorithm, first: Callable[[PyTree], PyTree]) -> Algorith
     """The algorithm whose server state also has ``own``, at first ``first(params)``; the transform updates it."""
 
     def extend(exchange: Exchange) -> Exchange:
+        def receive(server: Extended, aggregate: Any, key: Any) -> Logged:
+            inner = logged(exchange.receive(server.inner, aggregate, key))
+            return Logged(server._replace(inner=inner.server), inner.logs)
+
         return exchange._replace(
             send=lambda server: exchange.send(server.inner),
-            receive=lambda server, aggregate, key: server._replace(
-                inner=exchange.receive(server.inner, aggregate, key)
-            ),
+            receive=receive,
         )
 
     return Algorithm(

@@ -12,7 +12,7 @@ import numpy as np
 
 from fedbraid import algorithms
 from fedbraid.data.federated import Split
-from fedbraid.experiment.assembly import Experiment, assemble, build
+from fedbraid.experiment.assembly import Experiment, assemble, build, find_parts
 from fedbraid.experiment.config import Config, options_of, parse
 from fedbraid.experiment.diagnosis.advice import Advice, Probe, Settings, advise, round_down
 from fedbraid.experiment.divergence import WORSE, lower_rate
@@ -156,13 +156,13 @@ def _some_clients(split: Split) -> Split:
 
 def _changes(config: Config, advice: Advice) -> tuple[str, ...]:
     """The advised settings that this algorithm has, in the form of ``--set``."""
-    takes = options_of(algorithms.ALGORITHMS[config.algorithm.name])
+    takes = options_of(find_parts(config)["algorithm"].thing)
     return tuple(f"algorithm.{k}={v:g}" for k, v in advice.settings.items() if k in takes)
 
 
 def _option(config: Config, name: str, default: Any) -> Any:
     """An option of the algorithm: configured, else the default of its factory, else ``default``."""
-    options = {**options_of(algorithms.ALGORITHMS[config.algorithm.name]), **config.algorithm.options}
+    options = {**options_of(find_parts(config)["algorithm"].thing), **config.algorithm.options}
     value = options.get(name, default)
     return default if value is None or value is getattr(type(value), "empty", object()) else value
 
