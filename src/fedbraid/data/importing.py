@@ -22,6 +22,8 @@ from fedbraid.data import formats
 from fedbraid.data.describe import summarize_data
 from fedbraid.data.federated import FederatedData
 from fedbraid.data.formats.archive import unpacked
+from fedbraid.data.limits import one_line_errors, unlimited
+from fedbraid.data.names import check_name, safe_name
 from fedbraid.data.published import PUBLISHED, differences
 from fedbraid.data.store import StoreWriter, is_store, open_store
 
@@ -66,12 +68,14 @@ def import_data(
     seed: int = 0,
     drop_empty: bool = False,
     overwrite: bool = False,
+    no_limits: bool = False,
     **options: Any,
 ) -> Report:
-    """Read raw files of one format into a store. If they have an error, no store is written.
+    """Read raw files of one format into a store. If they have an error, it is a ValueError and nothing is written.
 
-    ``seed`` shuffles the rows within each client. ``name`` overrides the name that the format implies. All other
-    arguments are the format's own options.
+    ``seed`` shuffles the rows within each client. ``name`` overrides the name that the format implies. Files may not
+    declare far more data than they have (``fedbraid.data.limits``) unless ``no_limits`` is set. All other arguments are
+    the format's own options.
     """
     if kind not in FORMATS:
         raise ValueError(f"unknown format {kind!r}; known: {', '.join(FORMATS)}")
@@ -83,9 +87,14 @@ def import_data(
     published = PUBLISHED.get(name or "")
     if published is not None and "classes" in keywords and options.get("classes") is None:
         options["classes"] = published.classes
-    with StoreWriter(
-        out, name=name or Path(paths[0]).name, shuffle=seed, drop_empty=drop_empty, overwrite=overwrite
-    ) as writer:
+    if name is not None:
+        check_name(name, "name")
+    given = safe_name(Path(paths[0]).name)
+    with (
+        unlimited(no_limits),
+        one_line_errors([*paths, out], kind),
+        StoreWriter(out, name=name or given, shuffle=seed, drop_empty=drop_empty, overwrite=overwrite) as writer,
+    ):
         FORMATS[kind](writer, [Path(p) for p in paths], **options)
         writer.name = name or writer.name
     data = open_store(out)
