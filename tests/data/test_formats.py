@@ -793,8 +793,8 @@ def test_links_in_archives_are_refused_and_cut_archives_named(tmp_path):
 
 def test_the_door_names_what_it_does_not_know(tmp_path):
     out = tmp_path / "s"
-    with pytest.raises(ValueError, match="unknown format 'csv'; known: tff"):
-        import_data("csv", [tmp_path], out)
+    with pytest.raises(ValueError, match="unknown format 'xlsx'; known: tff"):
+        import_data("xlsx", [tmp_path], out)
     with pytest.raises(ValueError, match="has no option 'colour'"):
         import_data("leaf", [tmp_path], out, colour=1)
     with pytest.raises(ValueError, match="at least one file"):
@@ -858,3 +858,16 @@ def test_a_failed_import_leaves_no_new_folders(tmp_path):
     with pytest.raises(ValueError, match="not finite"):
         read("npz", tmp_path / "d.npz", tmp_path / "new" / "deeper" / "s")
     assert [p.name for p in tmp_path.iterdir()] == ["d.npz"]
+
+
+def test_npz_labels_of_text_are_numbered_and_their_names_kept(tmp_path):
+    np.savez(
+        tmp_path / "d.npz",
+        x_train=np.eye(3),
+        y_train=np.array(["cat", "ant", "cat"]),
+        x_test=np.eye(3)[:1],
+        y_test=["ant"],
+    )
+    data, _ = read("npz", tmp_path / "d.npz", tmp_path / "s")
+    assert (data.info["labels"], data.info["classes"]) == (["ant", "cat"], 2)
+    assert (data.train.arrays["y"].tolist(), data.test.arrays["y"].tolist()) == ([1, 0, 1], [0])

@@ -21,13 +21,54 @@ os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # the others reser
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
 
 import damage
-import hostile_files
+import hostile_files as files
+import hostile_tables as tables
 import numpy as np
 import valid_files
 
 from fedbraid.data.importing import import_data
 from fedbraid.data.names import check_name
 from fedbraid.data.store import open_store, verify
+
+BUILDERS = (
+    files.h5_external_values,
+    files.h5_external_link,
+    files.h5_virtual,
+    files.h5_soft_link,
+    files.h5_group_in_itself,
+    files.h5_never_written,
+    files.h5_zeros,
+    files.h5_shared_text,
+    files.h5_strange_type,
+    files.h5_names,
+    files.sqlite_that_computes,
+    files.tar_member,
+    files.tar_outside,
+    files.tar_bomb,
+    files.tar_sparse,
+    files.zip_outside,
+    files.zip_link,
+    files.zip_bomb,
+    files.zip_lies,
+    files.gz_bomb,
+    files.idx_sizes,
+    files.leaf_json,
+    files.npz_objects,
+    files.npz_shapes,
+    files.npz_zeros,
+    files.npz_values,
+    files.cifar_pickle,
+    files.image_sizes,
+    tables.parquet_rows,
+    tables.parquet_text,
+    tables.table_values,
+    tables.table_names,
+    tables.arrow_offsets,
+    files.not_a_file,
+    tables.store_names,
+    tables.store_files,
+    tables.store_values,
+)
 
 SEED, SECONDS = 17, 20
 MEMORY = 768 << 20  # bytes above what the process has after its imports
@@ -142,8 +183,7 @@ def _rows(name: str, bases: Path) -> set[bytes]:
 
 
 def hostile(i: int, place: Path, bases: Path) -> tuple[str, str]:
-    builders = hostile_files.BUILDERS
-    build = builders[i % len(builders)]
+    build = BUILDERS[i % len(BUILDERS)]
     source, secret = place / "in", bases / "secret"
     source.mkdir()
     secret.write_bytes(SECRET)

@@ -210,6 +210,23 @@ def npz_plain(folder: Path, rng: np.random.Generator) -> None:
     np.savez(folder / "d.npz", x_train=x, y_train=y, x_test=x[:2], y_test=y[:2])
 
 
+def csv(folder: Path, rng: np.random.Generator) -> None:
+    lines = ["user,age,kind,label"]
+    lines += [f"u{i % 4},{rng.normal():.4f},{'ab'[i % 2]},{['no', 'yes'][i % 3 % 2]}" for i in range(30)]
+    (folder / "rows.csv").write_text("\n".join(lines) + "\n")
+
+
+def csv_packed(folder: Path, rng: np.random.Generator) -> None:
+    csv(folder, rng)
+    (folder / "rows.csv.gz").write_bytes(gzip.compress((folder / "rows.csv").read_bytes()))
+    (folder / "rows.csv").unlink()
+
+
+def svmlight(folder: Path, rng: np.random.Generator) -> None:
+    lines = [f"{rng.choice(['-1', '+1'])} qid:{i % 3} 1:{rng.normal():.3f} 4:1 # row {i}" for i in range(20)]
+    (folder / "rows.svm").write_text("\n".join(lines) + "\n")
+
+
 def store(folder: Path, rng: np.random.Generator) -> None:
     from fedbraid.data import Pipeline, StoreWriter
 
@@ -227,6 +244,7 @@ def _remove(folder: Path) -> None:
 
 
 TABLE = {"client": "user", "label": "label", "features": ["x"]}
+ROWS = {"client": "user", "label": "label", "categories": ["kind"]}
 VALID: dict[str, Valid] = {
     "tff-emnist": Valid("tff", tff_emnist),
     "tff-chunked": Valid("tff", tff_chunked),
@@ -243,9 +261,13 @@ VALID: dict[str, Valid] = {
     "folder-zip": Valid("folder", pictures_zip, ("images.zip",), sealed=True),
     "parquet": Valid("parquet", parquet, options=TABLE),
     "parquet-all": Valid("parquet", parquet, options={"client": "user", "label": "label"}),
+    "parquet-rules": Valid("parquet", parquet, options={**TABLE, "task": "classes"}),
     "arrow-file": Valid("parquet", arrow_file, options=TABLE),
     "arrow-stream": Valid("parquet", arrow_stream, options={"client": "user"}),
     "npz": Valid("npz", npz, ("d.npz",), sealed=True),
     "npz-plain": Valid("npz", npz_plain, ("d.npz",), sealed=True),
+    "csv": Valid("csv", csv, ("rows.csv",), ROWS),
+    "csv-packed": Valid("csv", csv_packed, ("rows.csv.gz",), ROWS, sealed=True),
+    "svmlight": Valid("svmlight", svmlight, ("rows.svm",), {"client": "qid"}),
     "store": Valid("store", store, ("store",)),
 }

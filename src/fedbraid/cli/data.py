@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
+from rich.console import Console
 
 from fedbraid.cli.groups import with_groups
 
@@ -247,23 +248,82 @@ def import_folder(
     _import("folder", [folder], out, into, use_validation=use_validation)
 
 
+class Table(NamedTuple):
+    """What the columns of a table are; see `fedbraid.data.Columns`."""
+
+    client: Annotated[str | None, typer.Option(help="The column that names the client.")] = None
+    label: Annotated[str | None, typer.Option(help="The column that becomes y.")] = None
+    features: Annotated[str | None, typer.Option(help="The columns that become x, separated by commas.")] = None
+    categories: Annotated[
+        str | None, typer.Option(help="Features to encode as 0/1 columns, one per value, separated by commas.")
+    ] = None
+
+    def chosen(self) -> dict[str, Any]:
+        listed = {"features": self.features, "categories": self.categories}
+        lists = {k: [n.strip() for n in (v or "").split(",") if n.strip()] for k, v in listed.items()}
+        return {"client": self.client, "label": self.label, **lists}
+
+
+class Rules(NamedTuple):
+    """What is done with the values of a table; see `fedbraid.data.Columns`."""
+
+    task: Annotated[str | None, typer.Option(help="Labels as classes or values (regression).")] = None
+    missing: Annotated[
+        str | None, typer.Option(help="For missing values: error, drop (the row), mean (of training rows), a number.")
+    ] = None
+    standardise: Annotated[
+        str | None, typer.Option(help="Mean 0 and deviation 1, by all training rows (federation) or each client's own.")
+    ] = None
+    test_fraction: Annotated[float | None, typer.Option(help="Share of each client's rows to test on.")] = None
+    test: Annotated[list[Path] | None, typer.Option(help="Files of the test split; repeatable.")] = None
+
+    def chosen(self) -> dict[str, Any]:
+        return {**self._asdict(), "test": self.test or []}
+
+
+@importing.command("csv")
+@with_groups
+def import_csv(
+    files: Annotated[list[Path], typer.Argument(help="CSV files with a header line, also gzipped.")],
+    out: Store,
+    into: Into,
+    table: Table,
+    rules: Rules,
+    delimiter: Annotated[str | None, typer.Option(help="What separates columns; found in the header line.")] = None,
+    seed: Seed = 0,
+) -> None:
+    """CSV files."""
+    _import("csv", files, out, into, seed=seed, delimiter=delimiter, **table.chosen(), **rules.chosen())
+
+
+@importing.command("svmlight")
+@with_groups
+def import_svmlight(
+    files: Annotated[list[Path], typer.Argument(help="svmlight (LIBSVM) files, also packed.")],
+    out: Store,
+    into: Into,
+    rules: Rules,
+    client: Annotated[str | None, typer.Option(help="qid, if the queries are the clients.")] = None,
+    dimension: Annotated[int | None, typer.Option(help="Number of features, if it is larger than seen.")] = None,
+    seed: Seed = 0,
+) -> None:
+    """svmlight (LIBSVM) files."""
+    _import("svmlight", files, out, into, seed=seed, client=client, dimension=dimension, **rules.chosen())
+
+
 @importing.command("parquet")
 @with_groups
 def import_parquet(
     files: Annotated[list[Path], typer.Argument(help="Parquet or Arrow files, or folders (Hugging Face's too).")],
     out: Store,
     into: Into,
-    client: Annotated[str | None, typer.Option(help="The column that names the client.")] = None,
-    label: Annotated[str | None, typer.Option(help="The column that becomes y.")] = None,
-    features: Annotated[str | None, typer.Option(help="The columns that become x, separated by commas.")] = None,
-    test: Annotated[list[Path] | None, typer.Option(help="Files of the test split; repeatable.")] = None,
+    table: Table,
+    rules: Rules,
     classes: Classes = None,
     seed: Seed = 0,
 ) -> None:
     """Tables with a client column: Parquet, Arrow, Hugging Face."""
-    chosen = [f.strip() for f in features.split(",") if f.strip()] if features else []
-    options = {"client": client, "label": label, "features": chosen, "test": test or [], "classes": classes}
-    _import("parquet", files, out, into, seed=seed, **options)
+    _import("parquet", files, out, into, seed=seed, classes=classes, **table.chosen(), **rules.chosen())
 
 
 @importing.command("npz")
@@ -283,10 +343,12 @@ def import_npz(
 
 
 def _import(kind: str, paths: list[Path], out: Path, into: Into, **options: Any) -> None:
+    from fedbraid.cli.notes import as_notes
     from fedbraid.data.importing import import_data
 
     chosen = {"name": into.name, "overwrite": into.overwrite, "no_limits": into.no_limits}
-    report = import_data(kind, paths, out, **chosen, **options)
+    with as_notes(Console(stderr=True)):
+        report = import_data(kind, paths, out, **chosen, **options)
     summary = {**report.summary, "store": str(report.path), "notes": report.notes}
     if into.json:
         return _print_json(summary)
@@ -357,7 +419,11 @@ def _print_summary(summary: dict[str, Any]) -> None:
         skew = ""
         if "labels_per_client" in summary:
             skew = f"; {summary['labels_per_client']:.1f} per client, divergence {summary['label_divergence']:.3f}"
-        print(f"  labels: {summary['labels']}{skew}")
+        names = summary["info"].get("labels")
+        named = f" ({', '.join(map(str, names[:10]))}{', ...' if len(names) > 10 else ''})" if names else ""
+        print(f"  labels: {summary['labels']}{named}{skew}")
+    if titles := summary["info"].get("features"):
+        print(f"  columns of x: {', '.join(titles[:20])}{', ...' if len(titles) > 20 else ''}")
     for note in summary.get("notes", []):
         print(f"  note: {note}")
     for key in ("store", "picture"):

@@ -26,7 +26,7 @@ from fedbraid.data.importing import open_source
 from fedbraid.data.partition import PARTITIONERS, hold_out
 from fedbraid.data.plain import from_arrays, partition_options
 from fedbraid.data.preprocess import Pipeline
-from fedbraid.data.store import TextRows, gather, is_store
+from fedbraid.data.store import TextRows, gather
 from fedbraid.data.synthetic import SYNTHETIC
 
 __all__ = ["CATALOG", "Entry", "load", "repartition"]
@@ -48,8 +48,13 @@ def load(name: str, **options: Any) -> FederatedData:
     >>> data.train.num_clients, data.train.num_examples + data.test.num_examples
     (50, 1797)
     """
-    if name not in CATALOG and not is_store(name):
+    if name not in CATALOG and not Path(name).exists():
         raise ValueError(f"unknown data set {name!r}; name a store's folder or one of: {', '.join(CATALOG)}")
+    if name in CATALOG and not CATALOG[name].get and "path" in options:
+        raise ValueError(
+            f"the data set {name!r} needs no files and takes no path; to use your own data, write the path of a store "
+            f"or of raw files as the name: name = {str(options['path'])!r}"
+        )
     entry = CATALOG.get(name, Entry(_from_path, {"path": name}, "a store"))
     seed = options.get("seed", 0)
     preprocess, validation = options.pop("preprocess", None), options.pop("validation_fraction", None)

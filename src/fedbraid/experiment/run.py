@@ -135,7 +135,8 @@ def _write(
     runfolder.write_metrics(out, table)
     if data.test is not None:
         scores = evaluator(experiment.metrics, data.test)(result.params)
-        runfolder.write_clients(out, {f"test_{name}": client_values(sums) for name, sums in scores.items()})
+        values = {f"test_{name}": client_values(sums) for name, sums in scores.items()}
+        runfolder.write_clients(out, values, data.test)
     what = f"{config.algorithm.name} on {config.data.name}"
     title = f"{what}: {config.model.name}, cohort {config.cohort}, seed {config.seed}"
     save(draw_run(table, title), out / runfolder.CURVES)

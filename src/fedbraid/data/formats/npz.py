@@ -18,6 +18,7 @@ import numpy as np
 from fedbraid.data.formats.columns import as_labels, twice_in
 from fedbraid.data.formats.plain_sets import add_grouped, add_plain
 from fedbraid.data.limits import check_size, regular
+from fedbraid.data.names import check_client
 from fedbraid.data.preprocess import Pipeline, scaling_of
 from fedbraid.data.store import StoreWriter
 
@@ -53,12 +54,15 @@ def read_npz(writer: StoreWriter, path: Path, *, classes: int | None = None) -> 
 
     train = columns("_train")
     if train is not None:
+        held = columns("_test")
+        _number_labels(writer, [train] if held is None else [train, held], path)
         _describe(writer, train, classes)
-        add_plain(writer, train, columns("_test"), path)
+        add_plain(writer, train, held, path)
         return
     rows = columns("")
     if rows is None:
         raise ValueError(f"{path}: arrays {', '.join(sorted(arrays))}: expected x and y, or x_train and y_train ...")
+    _number_labels(writer, [rows], path)
     _describe(writer, rows, classes)
     ids = find(_CLIENT)
     if ids is None:
@@ -81,6 +85,21 @@ def read_npz(writer: StoreWriter, path: Path, *, classes: int | None = None) -> 
     for split, mask in (("train", ~is_test), ("test", is_test)):
         if mask.any():
             add_grouped(writer, split, {f: v[mask] for f, v in rows.items()}, ids[mask], path)
+
+
+def _number_labels(writer: StoreWriter, parts: list[dict[str, np.ndarray]], path: Path) -> None:
+    """Replace labels of text by their numbers in the sorted list of the first part's labels, which the store keeps."""
+    if any(part["y"].dtype.kind != "U" or part["y"].ndim != 1 for part in parts):
+        return
+    names = sorted(set(parts[0]["y"].tolist()))
+    for name in names:
+        check_client(name, f"{path}: field y: label")
+    place = {name: i for i, name in enumerate(names)}
+    for part in parts:
+        if unknown := [name for name in part["y"].tolist() if name not in place]:
+            raise ValueError(f"{path}: field y: the test label {unknown[0]!r} is not among the train labels")
+        part["y"] = np.array([place[name] for name in part["y"].tolist()], np.int32)
+    writer.info |= {"labels": names, "classes": len(names)}
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:

@@ -7,7 +7,6 @@ clients of one scan fit into ``memory`` bytes.
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,12 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from fedbraid.data.formats.columns import as_labels, need, open_image, twice_in
+from fedbraid.data.formats.arrays import array_column
+from fedbraid.data.formats.columns import as_labels, need, twice_in
+from fedbraid.data.formats.csv import add_data
 from fedbraid.data.formats.plain_sets import add_grouped, add_plain
 from fedbraid.data.limits import block_rows, check_size, regular
 from fedbraid.data.names import safe_name
 from fedbraid.data.preprocess import scaling_of
 from fedbraid.data.store import StoreWriter
+from fedbraid.data.tabular import ANY, Columns, is_text, tabulate
 
 __all__ = ["arrow_columns", "read_table"]
 
@@ -29,19 +31,18 @@ def read_table(
     writer: StoreWriter,
     paths: Sequence[Path],
     *,
-    client: str | None = None,
-    label: str | None = None,
-    features: Sequence[str] = (),
+    columns: Columns = ANY,
     test: Sequence[Path] = (),
     classes: int | None = None,
     memory: int = 1 << 30,
 ) -> None:
-    """Read Parquet or Arrow files (or folders of them), grouped by the column ``client``.
+    """Read Parquet or Arrow files (or folders of them), grouped by the column ``columns.client``.
 
-    ``label`` is the column that becomes ``y``. ``features`` are the columns that become ``x`` (several numeric columns
-    become one float32 array). Without ``features``, all other columns keep their names. Files in ``test``, and files
-    whose path contains ``test``, are the test split. Without ``client`` the set is plain and can be partitioned later.
+    Without ``columns.features``, all other columns keep their names. Files in ``test``, and files whose path contains
+    ``test``, are the test split. Without a client column the set is plain and can be partitioned later. Rules that
+    change columns (categories, missing values, standardisation, labels of text) need the table in memory.
     """
+    client, label, features = columns.client, columns.label, columns.features
     sources: dict[str, list[Path]] = {}
     for path in paths:
         for split, file in _files(Path(path), "train"):
@@ -50,6 +51,14 @@ def read_table(
         sources.setdefault("test", []).extend(file for _, file in _files(Path(path), "test"))
     if "train" not in sources:
         raise ValueError(f"{', '.join(map(str, paths))}: no train file (.parquet or .arrow) among them")
+    wanted = [c for c in (client, label, *features) if c is not None]
+    first = _dataset(sources["train"], wanted)
+    if not columns.plain or (label is not None and is_text(first.schema.field(label).type)):
+        held = _dataset(sources["test"], wanted) if "test" in sources else None
+        tables = [None if d is None else _read(d, sources[s], None) for d, s in ((first, "train"), (held, "test"))]
+        seed, test_source = writer.shuffle or 0, sources.get("test", [""])[0]
+        data = tabulate(*tables, columns=columns, seed=seed, source=sources["train"][0], test_source=test_source)
+        return add_data(writer, data)
     options = {"client": client, "label": label, "features": features, "classes": classes}
     plain: dict[str, dict[str, Any]] = {}
     for split in sorted(sources, key=lambda s: s != "train"):
@@ -231,7 +240,7 @@ def arrow_columns(
     rest = [n for n in table.column_names if n not in (client, label, *features)]
     fields: dict[str, Any] = {}
     if features:
-        parts = [_numbers(table.column(n), n, source, who) for n in features]
+        parts = [array_column(table.column(n), n, source, who) for n in features]
         if len(parts) == 1:
             fields["x"] = parts[0]
         else:
@@ -240,88 +249,12 @@ def arrow_columns(
     else:
         if twice := twice_in([safe_name(n) for n in rest]):
             raise ValueError(f"{source}: several columns would be named {twice[0]!r}; rename them")
-        fields |= {safe_name(n): _numbers(table.column(n), n, source, who) for n in rest}
+        fields |= {safe_name(n): array_column(table.column(n), n, source, who) for n in rest}
     if label is not None:
-        y = _numbers(table.column(label), label, source, who)
+        y = array_column(table.column(label), label, source, who)
         numeric = isinstance(y, np.ndarray) and y.dtype.kind in "iub"
         fields["y"] = as_labels(y, f"{source}: field {label}", classes) if numeric else y
     return fields, ids
-
-
-def _numbers(column: Any, name: str, source: object, who: Any) -> Any:
-    pa = need("pyarrow")
-    if column.null_count:
-        row = next(i for i, v in enumerate(column) if not v.is_valid)
-        raise ValueError(f"{who(row)}: field {name}: null in row {row} ({column.null_count} in all); fill or drop them")
-    kind = column.type
-    if pa.types.is_dictionary(kind):
-        _check_dictionary(column, f"{source}: field {name}")
-        column = column.cast(kind.value_type)
-        kind = column.type
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
-        return column.to_numpy()
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return np.asarray(column.to_pylist(), object)
-    if pa.types.is_struct(kind) and "bytes" in {f.name for f in kind}:
-        return _decode_images(column, name, who)
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return _nested(column, name, who)
-    raise ValueError(f"{source}: field {name}: columns of type {kind} are not supported; leave it out with --features")
-
-
-def _check_dictionary(column: Any, at: str) -> None:
-    """Refuse text that takes far more memory than the column once each row has its own copy."""
-    pa, compute = need("pyarrow"), need("pyarrow.compute")
-    if not (pa.types.is_string(column.type.value_type) or pa.types.is_large_string(column.type.value_type)):
-        return
-    total = 0
-    for chunk in column.chunks:
-        lengths = compute.binary_length(chunk.dictionary).to_numpy(zero_copy_only=False)
-        total += int(lengths[chunk.indices.to_numpy(zero_copy_only=False)].sum()) if len(lengths) else 0
-    check_size(at, total, column.nbytes)
-
-
-def _nested(column: Any, name: str, who: Any) -> np.ndarray:
-    """Nested lists of equal shape as an array, without a Python object per element."""
-    pa = need("pyarrow")
-    values = column.combine_chunks()
-    values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
-    rows, shape = len(values), [len(values)]
-    while (
-        pa.types.is_list(values.type) or pa.types.is_large_list(values.type) or pa.types.is_fixed_size_list(values.type)
-    ):
-        inner = values.flatten()
-        if inner.null_count:
-            raise ValueError(f"{who(0)}: field {name}: nulls inside its lists")
-        count = len(values)
-        if pa.types.is_fixed_size_list(values.type):
-            width = values.type.list_size
-        else:
-            lengths = np.diff(values.offsets.to_numpy())
-            width = int(lengths[0]) if count else 0
-            if np.any(lengths != width):
-                row = int(np.argmax(lengths != width)) // max(1, count // max(1, rows))
-                raise ValueError(
-                    f"{who(row)}: field {name}: examples differ in shape (lists of {sorted(set(lengths.tolist()))[:3]})"
-                )
-        shape.append(width)
-        values = inner
-    return values.to_numpy(zero_copy_only=False).reshape(shape)
-
-
-def _decode_images(column: Any, name: str, who: Any) -> np.ndarray:
-    out: list[np.ndarray] = []
-    total, packed = 0, column.nbytes
-    for row, value in enumerate(column):
-        blob, at = value["bytes"].as_py(), f"{who(row)}: field {name}: row {row}"
-        if not isinstance(blob, bytes):
-            raise ValueError(f"{at} is not a readable image (it holds no bytes)")
-        out.append(open_image(io.BytesIO(blob), at, like=out[0] if out else None))
-        if out[-1].shape != out[0].shape:
-            raise ValueError(f"{at}: shape {list(out[-1].shape)} differs from {list(out[0].shape)}")
-        total += out[-1].nbytes
-        check_size(at, total, packed)
-    return np.stack(out)
 
 
 def _files(path: Path, split: str) -> Iterator[tuple[str, Path]]:
