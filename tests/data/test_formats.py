@@ -793,8 +793,8 @@ def test_links_in_archives_are_refused_and_cut_archives_named(tmp_path):
 
 def test_the_door_names_what_it_does_not_know(tmp_path):
     out = tmp_path / "s"
-    with pytest.raises(ValueError, match="unknown format 'csv'; known: tff"):
-        import_data("csv", [tmp_path], out)
+    with pytest.raises(ValueError, match="unknown format 'xlsx'; known: tff"):
+        import_data("xlsx", [tmp_path], out)
     with pytest.raises(ValueError, match="has no option 'colour'"):
         import_data("leaf", [tmp_path], out, colour=1)
     with pytest.raises(ValueError, match="at least one file"):
@@ -809,3 +809,65 @@ def test_the_door_names_what_it_does_not_know(tmp_path):
     np.savez(tmp_path / "big.npz", x=np.zeros((100, 10)), y=np.zeros(100, int))
     with pytest.raises(ValueError, match="fedbraid data import npz"):
         open_source(tmp_path / "big.npz", limit=10)
+
+
+# ---------------------------------------------------------------- limits, names, what an error leaves
+
+
+def test_hdf5_values_of_other_files_are_refused(tmp_path):
+    out, secret = tmp_path / "s", tmp_path / "secret.txt"
+    secret.write_bytes(b"the bytes of another file")
+    path = tmp_path / "mine_train.h5"
+    with h5py.File(path, "w") as file:
+        file["examples/a/y"] = np.arange(5)
+        file["examples/a"].create_dataset("x", (5,), "S5", external=[(str(secret), 0, 25)])
+    refused(r"client a: field x: its values are in other files; refused", "tff", path, out)
+    layout = h5py.VirtualLayout((5,), "i8")
+    layout[:] = h5py.VirtualSource(str(tff(tmp_path / "other.h5", {"b": {"y": np.arange(5)}})), "examples/b/y", (5,))
+    with h5py.File(path, "w") as file:
+        file.create_group("examples/a").create_virtual_dataset("x", layout)
+    refused(r"client a: field x: its values are in other files; refused", "tff", path, out)
+    with h5py.File(path, "w") as file:
+        file.create_group("examples")["a"] = h5py.ExternalLink(str(tmp_path / "other.h5"), "/examples/b")
+    refused(r"client a: 'a' is a link to .*other.h5.*refused", "tff", path, out)
+
+
+def test_field_names_in_the_wild_are_made_usable_and_others_refused(tmp_path):
+    rows = {"image/decoded": np.zeros((2, 3)), "5_o_Clock_Shadow": np.arange(2), "class": np.arange(2)}
+    with h5py.File(tmp_path / "t_train.h5", "w") as file:
+        group = file.create_group("examples/c0")
+        for name, values in rows.items():
+            group.create_dataset(name.replace("/", "\\"), data=values)
+    data, _ = read("tff", tmp_path / "t_train.h5", tmp_path / "s")
+    assert set(data.train.arrays) == {"image_decoded", "5_o_Clock_Shadow", "class"}
+    with pytest.raises(ValueError, match=r"name 'a; import os': not a usable name; use 1 to 64 letters"):
+        read("tff", tmp_path / "t_train.h5", tmp_path / "t", name="a; import os")
+
+
+def test_small_files_with_huge_contents_need_a_flag(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedbraid.data.limits.FREE", 1 << 16)
+    path = tmp_path / "zeros.npz"
+    np.savez_compressed(path, x=np.zeros((2, 1 << 17)), y=np.array([0, 1]), client=np.array(["a", "b"]))
+    refused(r"zeros\.npz: [\d,]+ bytes ask for [\d,]+ bytes of data, .*--no-limits", "npz", path, tmp_path / "s")
+    data, _ = read("npz", path, tmp_path / "s", no_limits=True)
+    assert data.train.arrays["x"].shape == (2, 1 << 17)
+
+
+def test_a_failed_import_leaves_no_new_folders(tmp_path):
+    np.savez(tmp_path / "d.npz", x=np.full((2, 1), np.nan), y=np.array([0, 1]))
+    with pytest.raises(ValueError, match="not finite"):
+        read("npz", tmp_path / "d.npz", tmp_path / "new" / "deeper" / "s")
+    assert [p.name for p in tmp_path.iterdir()] == ["d.npz"]
+
+
+def test_npz_labels_of_text_are_numbered_and_their_names_kept(tmp_path):
+    np.savez(
+        tmp_path / "d.npz",
+        x_train=np.eye(3),
+        y_train=np.array(["cat", "ant", "cat"]),
+        x_test=np.eye(3)[:1],
+        y_test=["ant"],
+    )
+    data, _ = read("npz", tmp_path / "d.npz", tmp_path / "s")
+    assert (data.info["labels"], data.info["classes"]) == (["ant", "cat"], 2)
+    assert (data.train.arrays["y"].tolist(), data.test.arrays["y"].tolist()) == ([1, 0, 1], [0])

@@ -329,3 +329,36 @@ def test_many_clients_open_at_once(tmp_path):
     assert isinstance(data.train.ids, TextRows)  # strings are made on access only
     assert data.train.ids[4_321] == "user 4321"
     assert gather(data.train, [4_321]).arrays["x"][0, 0] == 4_321 % 250
+
+
+@pytest.mark.parametrize("name", ["x'; import os", 'a"\nb = 1', "../x", "a b", "", "x" * 65, ".x", None, 3])
+def test_names_that_could_be_code_or_paths_are_refused(tmp_path, name):
+    rows = {"x": np.zeros((2, 1))}
+    for options, fields in (({"name": name}, rows), ({}, {name: rows["x"]})):
+        with pytest.raises(ValueError, match="not a usable name"), StoreWriter(tmp_path / "s", **options) as writer:
+            writer.add("train", "a", fields)
+    assert not list(tmp_path.iterdir())
+    with StoreWriter(tmp_path / "s") as writer:
+        writer.add("train", "a", rows)
+    file = tmp_path / "s" / "header.json"
+    good = json.loads(file.read_text())
+    file.write_text(json.dumps({**good, "name": name}))
+    with pytest.raises(ValueError, match="not a usable name"):
+        open_store(tmp_path / "s")
+    if isinstance(name, str):
+        good["splits"]["train"]["fields"][name] = good["splits"]["train"]["fields"].pop("x")
+        file.write_text(json.dumps(good))
+        with pytest.raises(ValueError, match="not a usable name"):
+            open_store(tmp_path / "s")
+
+
+def test_fields_may_be_named_like_the_files_of_a_store(tmp_path):
+    fields = {
+        name: np.arange(2.0) + i for i, name in enumerate(["ids", "offsets", "ids.rows", "x", "x.rows", "x.field"])
+    }
+    with StoreWriter(tmp_path / "s", shuffle=None) as writer:
+        writer.add("train", "a", {**fields, "words": ["to", "be"], "words.rows": ["or", "not"]})
+    data = open_store(tmp_path / "s")
+    for name, values in fields.items():
+        assert data.train.arrays[name].tolist() == values.tolist()
+    assert list(data.train.client(0)["words"]) == ["to", "be"]

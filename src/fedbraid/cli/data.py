@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from rich.console import Console
+
+from fedbraid.cli.groups import with_groups
 
 app = typer.Typer(help="Federated data: list, import, partition, inspect, plot.", no_args_is_help=True)
 importing = typer.Typer(help="Read raw files of a published format into a store.", no_args_is_help=True)
@@ -20,7 +23,6 @@ Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Option of the data set, as in a configuration; repeatable."),
 ]
-Name = Annotated[str | None, typer.Option("--name", help="Catalog name of the data set, such as fashion-mnist.")]
 Seed = Annotated[int, typer.Option(help="Seed of the shuffle within each client.")]
 DropEmpty = Annotated[bool, typer.Option("--drop-empty", help="Leave out clients without examples.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing store.")]
@@ -158,11 +160,23 @@ def plot_command(
 # ---------------------------------------------------------------- import
 
 
+class Into(NamedTuple):
+    """Options of every import."""
+
+    name: Annotated[str | None, typer.Option("--name", help="Name of the set, such as fashion-mnist.")] = None
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing store.")] = False
+    no_limits: Annotated[
+        bool, typer.Option("--no-limits", help="Trust the files: no limits on their unpacked and declared sizes.")
+    ] = False
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False
+
+
 @importing.command("tff")
+@with_groups
 def import_tff(
     files: Annotated[list[Path], typer.Argument(help="HDF5 or SQLite files, a folder of them, or their archive.")],
     out: Store,
-    name: Name = None,
+    into: Into,
     words: Annotated[int, typer.Option(help="StackOverflow: size of the vocabulary.")] = 10_000,
     length: Annotated[int, typer.Option(help="StackOverflow: words per sentence.")] = 20,
     vocabulary: Annotated[
@@ -171,118 +185,172 @@ def import_tff(
     pixels: Pixels = "uint8",
     seed: Seed = 0,
     drop_empty: DropEmpty = False,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
 ) -> None:
     """TensorFlow Federated: EMNIST, CIFAR-100, Shakespeare, StackOverflow, or any data set in its formats."""
     options = {"words": words, "length": length, "vocabulary": vocabulary, "pixels": pixels}
-    _import("tff", files, out, as_json, name=name, seed=seed, drop_empty=drop_empty, overwrite=overwrite, **options)
+    _import("tff", files, out, into, seed=seed, drop_empty=drop_empty, **options)
 
 
 @importing.command("leaf")
+@with_groups
 def import_leaf(
     folder: Annotated[Path, typer.Argument(help="A folder with LEAF's train and test folders, or its archive.")],
     out: Store,
-    name: Name = None,
+    into: Into,
     classes: Classes = None,
     pixels: Pixels = "uint8",
     seed: Seed = 0,
     drop_empty: DropEmpty = False,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
 ) -> None:
     """LEAF's JSON files, also gzipped."""
     options = {"pixels": pixels, "classes": classes}
-    _import("leaf", [folder], out, as_json, name=name, seed=seed, drop_empty=drop_empty, overwrite=overwrite, **options)
+    _import("leaf", [folder], out, into, seed=seed, drop_empty=drop_empty, **options)
 
 
 @importing.command("idx")
+@with_groups
 def import_idx(
     folder: Annotated[Path, typer.Argument(help="A folder with MNIST-style IDX files, or its archive.")],
     out: Store,
-    name: Name = None,
+    into: Into,
     clients: Annotated[
         Path | None, typer.Option(help="Client ids, one per train row, such as QMNIST's labels.")
     ] = None,
     test_clients: Annotated[Path | None, typer.Option(help="Client ids, one per test row.")] = None,
     classes: Classes = None,
     seed: Seed = 0,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
 ) -> None:
     """MNIST, Fashion-MNIST, EMNIST and others in IDX files."""
     options = {"clients": clients, "test_clients": test_clients, "classes": classes}
-    _import("idx", [folder], out, as_json, name=name, seed=seed, overwrite=overwrite, **options)
+    _import("idx", [folder], out, into, seed=seed, **options)
 
 
 @importing.command("cifar")
+@with_groups
 def import_cifar(
     folder: Annotated[Path, typer.Argument(help="The folder or tar.gz of CIFAR's python or binary version.")],
     out: Store,
-    name: Name = None,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
+    into: Into,
 ) -> None:
     """CIFAR-10 and CIFAR-100, python and binary batches."""
-    _import("cifar", [folder], out, as_json, name=name, overwrite=overwrite)
+    _import("cifar", [folder], out, into)
 
 
 @importing.command("folder")
+@with_groups
 def import_folder(
     folder: Annotated[Path, typer.Argument(help="train/<class>/*.png and test/<class>/*.png, or <class>/*.png.")],
     out: Store,
-    name: Name = None,
+    into: Into,
     use_validation: Annotated[bool, typer.Option("--use-validation", help="Add the valid folder to train.")] = False,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
 ) -> None:
     """Images in folders by class, such as CINIC-10."""
-    _import("folder", [folder], out, as_json, name=name, overwrite=overwrite, use_validation=use_validation)
+    _import("folder", [folder], out, into, use_validation=use_validation)
+
+
+class Table(NamedTuple):
+    """What the columns of a table are; see `fedbraid.data.Columns`."""
+
+    client: Annotated[str | None, typer.Option(help="The column that names the client.")] = None
+    label: Annotated[str | None, typer.Option(help="The column that becomes y.")] = None
+    features: Annotated[str | None, typer.Option(help="The columns that become x, separated by commas.")] = None
+    categories: Annotated[
+        str | None, typer.Option(help="Features to encode as 0/1 columns, one per value, separated by commas.")
+    ] = None
+
+    def chosen(self) -> dict[str, Any]:
+        listed = {"features": self.features, "categories": self.categories}
+        lists = {k: [n.strip() for n in (v or "").split(",") if n.strip()] for k, v in listed.items()}
+        return {"client": self.client, "label": self.label, **lists}
+
+
+class Rules(NamedTuple):
+    """What is done with the values of a table; see `fedbraid.data.Columns`."""
+
+    task: Annotated[str | None, typer.Option(help="Labels as classes or values (regression).")] = None
+    missing: Annotated[
+        str | None, typer.Option(help="For missing values: error, drop (the row), mean (of training rows), a number.")
+    ] = None
+    standardise: Annotated[
+        str | None, typer.Option(help="Mean 0 and deviation 1, by all training rows (federation) or each client's own.")
+    ] = None
+    test_fraction: Annotated[float | None, typer.Option(help="Share of each client's rows to test on.")] = None
+    test: Annotated[list[Path] | None, typer.Option(help="Files of the test split; repeatable.")] = None
+
+    def chosen(self) -> dict[str, Any]:
+        return {**self._asdict(), "test": self.test or []}
+
+
+@importing.command("csv")
+@with_groups
+def import_csv(
+    files: Annotated[list[Path], typer.Argument(help="CSV files with a header line, also gzipped.")],
+    out: Store,
+    into: Into,
+    table: Table,
+    rules: Rules,
+    delimiter: Annotated[str | None, typer.Option(help="What separates columns; found in the header line.")] = None,
+    seed: Seed = 0,
+) -> None:
+    """CSV files."""
+    _import("csv", files, out, into, seed=seed, delimiter=delimiter, **table.chosen(), **rules.chosen())
+
+
+@importing.command("svmlight")
+@with_groups
+def import_svmlight(
+    files: Annotated[list[Path], typer.Argument(help="svmlight (LIBSVM) files, also packed.")],
+    out: Store,
+    into: Into,
+    rules: Rules,
+    client: Annotated[str | None, typer.Option(help="qid, if the queries are the clients.")] = None,
+    dimension: Annotated[int | None, typer.Option(help="Number of features, if it is larger than seen.")] = None,
+    seed: Seed = 0,
+) -> None:
+    """svmlight (LIBSVM) files."""
+    _import("svmlight", files, out, into, seed=seed, client=client, dimension=dimension, **rules.chosen())
 
 
 @importing.command("parquet")
+@with_groups
 def import_parquet(
     files: Annotated[list[Path], typer.Argument(help="Parquet or Arrow files, or folders (Hugging Face's too).")],
     out: Store,
-    client: Annotated[str | None, typer.Option(help="The column that names the client.")] = None,
-    label: Annotated[str | None, typer.Option(help="The column that becomes y.")] = None,
-    features: Annotated[str | None, typer.Option(help="The columns that become x, separated by commas.")] = None,
-    test: Annotated[list[Path] | None, typer.Option(help="Files of the test split; repeatable.")] = None,
-    name: Name = None,
+    into: Into,
+    table: Table,
+    rules: Rules,
     classes: Classes = None,
     seed: Seed = 0,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
 ) -> None:
     """Tables with a client column: Parquet, Arrow, Hugging Face."""
-    chosen = [f.strip() for f in features.split(",") if f.strip()] if features else []
-    options = {"client": client, "label": label, "features": chosen, "test": test or [], "classes": classes}
-    _import("parquet", files, out, as_json, name=name, seed=seed, overwrite=overwrite, **options)
+    _import("parquet", files, out, into, seed=seed, classes=classes, **table.chosen(), **rules.chosen())
 
 
 @importing.command("npz")
+@with_groups
 def import_npz(
     file: Annotated[Path, typer.Argument(help="A NumPy archive: x, y and client, or x_train, y_train ...")],
     out: Store,
-    name: Name = None,
+    into: Into,
     classes: Classes = None,
     seed: Seed = 0,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
 ) -> None:
     """NumPy archives."""
-    _import("npz", [file], out, as_json, name=name, seed=seed, overwrite=overwrite, classes=classes)
+    _import("npz", [file], out, into, seed=seed, classes=classes)
 
 
 # ---------------------------------------------------------------- shared
 
 
-def _import(kind: str, paths: list[Path], out: Path, as_json: bool, **options: Any) -> None:
+def _import(kind: str, paths: list[Path], out: Path, into: Into, **options: Any) -> None:
+    from fedbraid.cli.notes import as_notes
     from fedbraid.data.importing import import_data
 
-    report = import_data(kind, paths, out, **options)
+    chosen = {"name": into.name, "overwrite": into.overwrite, "no_limits": into.no_limits}
+    with as_notes(Console(stderr=True)):
+        report = import_data(kind, paths, out, **chosen, **options)
     summary = {**report.summary, "store": str(report.path), "notes": report.notes}
-    if as_json:
+    if into.json:
         return _print_json(summary)
     _print_summary(summary)
 
@@ -351,7 +419,11 @@ def _print_summary(summary: dict[str, Any]) -> None:
         skew = ""
         if "labels_per_client" in summary:
             skew = f"; {summary['labels_per_client']:.1f} per client, divergence {summary['label_divergence']:.3f}"
-        print(f"  labels: {summary['labels']}{skew}")
+        names = summary["info"].get("labels")
+        named = f" ({', '.join(map(str, names[:10]))}{', ...' if len(names) > 10 else ''})" if names else ""
+        print(f"  labels: {summary['labels']}{named}{skew}")
+    if titles := summary["info"].get("features"):
+        print(f"  columns of x: {', '.join(titles[:20])}{', ...' if len(titles) > 20 else ''}")
     for note in summary.get("notes", []):
         print(f"  note: {note}")
     for key in ("store", "picture"):

@@ -18,16 +18,18 @@ from fedbraid.data.partition import (
     shards,
     summarize,
 )
-from fedbraid.data.plain import from_arrays, from_dataset, from_table
+from fedbraid.data.plain import from_arrays, from_clients, from_dataset, from_table
 from fedbraid.data.preprocess import Pipeline
 from fedbraid.data.published import PUBLISHED
 from fedbraid.data.store import Cohort, StoreWriter, gather, open_store, prefetch, verify, write_store
+from fedbraid.data.tabular import Columns
 
 __all__ = [
     "CATALOG",
     "PARTITIONERS",
     "PUBLISHED",
     "Cohort",
+    "Columns",
     "DataDescription",
     "FederatedData",
     "Pipeline",
@@ -36,6 +38,7 @@ __all__ = [
     "by_id",
     "dirichlet",
     "from_arrays",
+    "from_clients",
     "from_dataset",
     "from_table",
     "gather",

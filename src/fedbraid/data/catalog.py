@@ -26,7 +26,7 @@ from fedbraid.data.importing import open_source
 from fedbraid.data.partition import PARTITIONERS, hold_out
 from fedbraid.data.plain import from_arrays, partition_options
 from fedbraid.data.preprocess import Pipeline
-from fedbraid.data.store import TextRows, gather, is_store
+from fedbraid.data.store import TextRows, gather
 from fedbraid.data.synthetic import SYNTHETIC
 from fedbraid.names import Found, Names, check_options, is_reference, options_of
 
@@ -49,7 +49,12 @@ def load(name: str, **options: Any) -> FederatedData:
     >>> data.train.num_clients, data.train.num_examples + data.test.num_examples
     (50, 1797)
     """
-    if is_store(name) and name not in CATALOG:
+    if name in CATALOG and not CATALOG[name].get and "path" in options:
+        raise ValueError(
+            f"the data set {name!r} needs no files and takes no path; to use your own data, write the path of a store "
+            f"or of raw files as the name: name = {str(options['path'])!r}"
+        )
+    if name not in CATALOG and Path(name).exists():
         entry = Entry(_from_path, {"path": name}, "a store")
     elif name not in (known := NAMES.all()) and not is_reference(name):
         raise ValueError(

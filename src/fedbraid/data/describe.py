@@ -70,7 +70,7 @@ def _steps(preprocess: Preprocess | None) -> list[dict[str, Any]]:
 def client_label_counts(split: Split, label: str = "y") -> np.ndarray | None:
     """Counts [clients, labels], or None if examples have no integer label or there are too many rows."""
     labels = split.arrays.get(label)
-    if labels is None or labels.ndim != 1 or labels.dtype.kind not in "iu" or split.num_examples > _ROWS_FOR_LABELS:
+    if labels is None or labels.dtype.kind not in "iu" or labels.ndim != 1 or split.num_examples > _ROWS_FOR_LABELS:
         return None
     if not split.num_examples or int(labels.min()) < 0 or int(labels.max()) > 10_000:
         return None

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import tempfile
@@ -22,10 +23,19 @@ from fedbraid.data import formats
 from fedbraid.data.describe import summarize_data
 from fedbraid.data.federated import FederatedData
 from fedbraid.data.formats.archive import unpacked
+from fedbraid.data.limits import one_line_errors, unlimited
+from fedbraid.data.names import check_name, safe_name
 from fedbraid.data.published import PUBLISHED, differences
 from fedbraid.data.store import StoreWriter, is_store, open_store
+from fedbraid.data.tabular import Columns
 
 __all__ = ["FORMATS", "Report", "import_data", "open_source", "sniff"]
+
+
+NO_TEST = (
+    "no test split, so runs on this data have nothing to evaluate on; hold out a part of each client's rows with "
+    "test_fraction = 0.2 (under [data] in a configuration, or when the data is made)"
+)
 
 
 class Report(NamedTuple):
@@ -46,13 +56,31 @@ def _one(read: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+def _columns(read: Callable[..., None]) -> Callable[..., None]:
+    """A reader of tables that takes the fields of its ``Columns`` as options of their own."""
+    own = [p for p in inspect.signature(read).parameters.values() if p.name != "columns"]
+    names = [f.name for f in dataclasses.fields(Columns)]
+
+    def call(writer: StoreWriter, paths: Sequence[Path], **options: Any) -> None:
+        chosen = {name: options.pop(name) for name in names if name in options}
+        lists = {name: tuple(chosen.pop(name) or ()) for name in ("features", "categories") if name in chosen}
+        given = {name: value for name, value in chosen.items() if value is not None}
+        read(writer, paths, columns=Columns(**lists, **given), **options)
+
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    call.__signature__ = inspect.Signature([*own, *more])  # type: ignore[attr-defined]
+    return call
+
+
 FORMATS: Mapping[str, Callable[..., None]] = {
     "tff": formats.read_tff,
     "leaf": _one(formats.read_leaf),
     "idx": _one(formats.read_idx),
     "cifar": _one(formats.read_cifar),
     "folder": _one(formats.read_folder),
-    "parquet": formats.read_table,
+    "parquet": _columns(formats.read_table),
+    "csv": _columns(formats.read_csv),
+    "svmlight": _columns(formats.read_svmlight),
     "npz": _one(formats.read_npz),
 }
 
@@ -66,12 +94,14 @@ def import_data(
     seed: int = 0,
     drop_empty: bool = False,
     overwrite: bool = False,
+    no_limits: bool = False,
     **options: Any,
 ) -> Report:
-    """Read raw files of one format into a store. If they have an error, no store is written.
+    """Read raw files of one format into a store. If they have an error, it is a ValueError and nothing is written.
 
-    ``seed`` shuffles the rows within each client. ``name`` overrides the name that the format implies. All other
-    arguments are the format's own options.
+    ``seed`` shuffles the rows within each client. ``name`` overrides the name that the format implies. Files may not
+    declare far more data than they have (``fedbraid.data.limits``) unless ``no_limits`` is set. All other arguments are
+    the format's own options.
     """
     if kind not in FORMATS:
         raise ValueError(f"unknown format {kind!r}; known: {', '.join(FORMATS)}")
@@ -83,9 +113,14 @@ def import_data(
     published = PUBLISHED.get(name or "")
     if published is not None and "classes" in keywords and options.get("classes") is None:
         options["classes"] = published.classes
-    with StoreWriter(
-        out, name=name or Path(paths[0]).name, shuffle=seed, drop_empty=drop_empty, overwrite=overwrite
-    ) as writer:
+    if name is not None:
+        check_name(name, "name")
+    given = safe_name(Path(paths[0]).name)
+    with (
+        unlimited(no_limits),
+        one_line_errors([*paths, out], kind),
+        StoreWriter(out, name=name or given, shuffle=seed, drop_empty=drop_empty, overwrite=overwrite) as writer,
+    ):
         FORMATS[kind](writer, [Path(p) for p in paths], **options)
         writer.name = name or writer.name
     data = open_store(out)
@@ -94,6 +129,8 @@ def import_data(
         notes.append(f"{writer.dropped} clients without examples were dropped")
     if data.unseen is not None:
         notes.append(f"{data.unseen.num_clients} clients never train: they are the split 'unseen'")
+    if data.test is None:
+        notes.append(NO_TEST)
     return Report(Path(out), summarize_data(data), notes)
 
 
@@ -114,6 +151,8 @@ def sniff(path: Path) -> str:
         ("idx", lambda n: "images-idx3" in n),
         ("cifar", lambda n: n.rsplit("/", 1)[-1] in ("data_batch_1", "data_batch_1.bin", "train", "train.bin")),
         ("parquet", lambda n: n.endswith((".parquet", ".arrow"))),
+        ("csv", lambda n: n.endswith((".csv", ".csv.gz", ".tsv"))),
+        ("svmlight", lambda n: n.endswith((".svm", ".svmlight", ".libsvm"))),
         ("folder", lambda n: n.count("/") >= 1 and n.lower().endswith((".png", ".jpg", ".jpeg", ".bmp"))),
     ]
     for kind, test in tests:

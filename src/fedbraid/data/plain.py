@@ -1,9 +1,10 @@
-"""Federated data from plain arrays, a torch-style data set or a table: partition, hold out, name the clients."""
+"""Federated data from plain arrays, torch-style data sets, one for all or one per client, or a table."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import fields as fields_of_class
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,10 +13,14 @@ import numpy as np
 from fedbraid.data import partition as partitions
 from fedbraid.data.description import Preprocess
 from fedbraid.data.federated import FederatedData, Split
+from fedbraid.data.importing import NO_TEST
+from fedbraid.data.names import check_client
 from fedbraid.data.preprocess import scaling_of
+from fedbraid.data.tabular import Columns, as_arrow, tabulate
 from fedbraid.names import options_of
+from fedbraid.notices import notice
 
-__all__ = ["from_arrays", "from_dataset", "from_table", "partition_options", "partition_rows"]
+__all__ = ["from_arrays", "from_clients", "from_dataset", "from_table", "partition_options", "partition_rows"]
 
 
 def from_arrays(
@@ -50,6 +55,7 @@ def from_arrays(
     test = None if test is None else {k: np.asarray(v) for k, v in test.items()}
     _check_columns(arrays, "train")
     if test is not None:
+        _check_columns(test, "test")
         _check_test(arrays, test, test_fraction)
     n = len(next(iter(arrays.values())))
     names: tuple[str, ...] = ()
@@ -81,7 +87,6 @@ def from_arrays(
 def _check_test(arrays: Mapping[str, np.ndarray], test: Mapping[str, np.ndarray], test_fraction: float | None) -> None:
     if test_fraction is not None:
         raise ValueError("give a test set or test_fraction, not both")
-    _check_columns(test, "test")
     if set(test) != set(arrays):
         raise ValueError(f"train has fields {sorted(arrays)}, test has {sorted(test)}: they must agree")
 
@@ -121,55 +126,164 @@ def from_dataset(
     return from_arrays(columns, None if test is None else _columns(test, fields, "test"), **options)
 
 
+def from_clients(
+    clients: Mapping[str, Any] | Sequence[Any],
+    test: Mapping[str, Any] | Sequence[Any] | None = None,
+    *,
+    fields: Sequence[str] = ("x", "y"),
+    test_fraction: float | None = None,
+    seed: int = 0,
+    name: str = "data",
+    preprocess: Preprocess | Literal["auto"] | None = "auto",
+) -> FederatedData:
+    """One data set per client, by id in a dict or in a list: torch-style sets, or dicts of arrays.
+
+    ``test`` has the test sets of the same clients, or ``test_fraction`` of each client's rows is held out. Labels of
+    text are numbered in alphabetical order; ``data.info["labels"]`` has their names.
+
+    >>> pairs, arrays = [(np.zeros(2), "no"), (np.ones(2), "yes")], {"x": np.ones((1, 2)), "y": ["no"]}
+    >>> data = from_clients({"ann": pairs, "bob": arrays}, test_fraction=0.5)
+    >>> list(data.train.ids), data.train.sizes.tolist(), data.test.sizes.tolist(), data.info["labels"]
+    (['ann', 'bob'], [1, 1], [1, 0], ['no', 'yes'])
+    """
+    if test is not None and test_fraction:
+        raise ValueError("give test sets or test_fraction, not both")
+    ids, train = _client_columns(clients, fields, "clients")
+    held: list[dict[str, np.ndarray]] | None = None
+    if test is not None:
+        test_ids, held = _client_columns(test, fields, "test")
+        if isinstance(clients, Mapping) and set(test_ids) - set(ids):
+            raise ValueError(f"test has the client {min(set(test_ids) - set(ids))!r}, which is not among the clients")
+        if not isinstance(clients, Mapping) and len(held) != len(train):
+            raise ValueError(f"{len(held)} test sets for {len(train)} clients; give one each, in the same order")
+        own = dict(zip(test_ids, held, strict=True))
+        empty = {field: values[:0] for field, values in train[0].items()}
+        held = [own.get(client, empty) for client in ids]
+    labels = _number_labels([*train, *(held or [])], train)
+    split, test_split = Split.from_clients(train, ids), Split.from_clients(held, ids) if held is not None else None
+    if test_fraction:
+        parts = [np.arange(a, b) for a, b in zip(split.offsets[:-1], split.offsets[1:], strict=True)]
+        kept, out = partitions.hold_out(parts, fraction=test_fraction, seed=seed)
+        test_split, split = (
+            Split.from_assignment(split.arrays, out, ids),
+            Split.from_assignment(split.arrays, kept, ids),
+        )
+    for which, part in (("clients", split), ("test", test_split)):
+        if part is not None:
+            _check_columns(dict(part.arrays), which)
+    y = split.arrays.get("y")
+    classes = {"classes": int(y.max()) + 1} if y is not None and y.dtype.kind in "iu" and y.min() >= 0 else {}
+    info = {**classes, **({"labels": labels, "classes": len(labels)} if labels else {})}
+    steps = scaling_of(split.arrays) if preprocess == "auto" else preprocess
+    return _told(FederatedData(split, test_split, name, info, steps))
+
+
+def _client_columns(
+    clients: Mapping[str, Any] | Sequence[Any], fields: Sequence[str], what: str
+) -> tuple[list[str], list[dict[str, np.ndarray]]]:
+    named = clients if isinstance(clients, Mapping) else {f"{i:06d}": client for i, client in enumerate(clients)}
+    if not named:
+        raise ValueError(f"{what} is empty")
+    out = []
+    for client, rows in named.items():
+        at = f"{what}[{client!r}]"
+        columns = (
+            {k: np.asarray(v) for k, v in rows.items()} if isinstance(rows, Mapping) else _columns(rows, fields, at)
+        )
+        _check_lengths(columns, at)
+        out.append(columns)
+    return [check_client(str(client), what) for client in named], out
+
+
+def _number_labels(parts: list[dict[str, np.ndarray]], train: list[dict[str, np.ndarray]]) -> list[str] | None:
+    """Replace labels of text by their numbers in the sorted list of the training labels, which is returned."""
+    if not all("y" in part and part["y"].dtype.kind in "UO" for part in train):
+        return None
+    names = sorted({str(v) for part in train for v in part["y"]})
+    place = {name: i for i, name in enumerate(names)}
+    for part in parts:
+        if unknown := [str(v) for v in part["y"] if str(v) not in place]:
+            raise ValueError(f"the test label {unknown[0]!r} is not among the training labels")
+        part["y"] = np.array([place[str(v)] for v in part["y"]], np.int32)
+    return names
+
+
 def from_table(
     table: Any,
     test: Any = None,
     *,
-    client: str | None = None,
-    label: str | None = None,
-    features: Sequence[str] = (),
+    partition: str | None = None,
+    seed: int = 0,
+    name: str = "data",
     **options: Any,
 ) -> FederatedData:
-    """A pyarrow table or a Hugging Face data set: clients by the column ``client``, or a partition by ``options``.
+    """A table: pandas, polars or pyarrow, a Hugging Face ``Dataset`` or ``DatasetDict``, or a dict of arrays.
+
+    Options say what the columns are (see `Columns`): ``client``, ``label``, ``features``, ``categories``, ``task``,
+    ``missing``, ``standardise``, ``test_fraction``. Without a client column, rows are partitioned by ``partition`` and
+    its options, as in `from_arrays`.
 
     >>> import pyarrow as pa
-    >>> data = from_table(pa.table({"who": ["b", "a", "b"], "x": [1.0, 2.0, 3.0]}), client="who")
-    >>> list(data.train.ids), data.train.sizes.tolist()
-    (['a', 'b'], [1, 2])
+    >>> rows = pa.table({"who": ["b", "a", "b"], "x": [1.0, 2.0, 3.0], "y": [0, 1, 0]})
+    >>> data = from_table(rows, rows.slice(0, 1), client="who", label="y")
+    >>> list(data.train.ids), data.train.sizes.tolist(), data.train.arrays["x"].shape
+    (['a', 'b'], [1, 2], (3, 1))
     """
-    from fedbraid.data.formats.table import arrow_columns
+    known = [f.name for f in fields_of_class(Columns)]
+    chosen = {k: options.pop(k) for k in known if k in options}
+    lists = {k: tuple(chosen.pop(k) or ()) for k in ("features", "categories") if k in chosen}
+    columns = Columns(**lists, **{k: v for k, v in chosen.items() if v is not None})
+    if isinstance(table, Mapping) and "train" in table and not isinstance(table["train"], (np.ndarray, list)):
+        table, test = _splits_of(table, test)
+    names = _class_names(table, columns.label)
+    fitted = columns.standardise is not None or columns.missing == "mean"
+    held = 0.0 if columns.client is not None or fitted else columns.test_fraction
+    tables = [None if t is None else as_arrow(t, what) for t, what in ((table, "table"), (test, "test table"))]
+    columns = replace(columns, test_fraction=columns.test_fraction - held)
+    data = replace(tabulate(*tables, columns=columns, seed=seed), name=name)
+    info = {**data.info, **({"labels": names, "classes": len(names)} if names and "labels" not in data.info else {})}
+    if columns.client is not None:
+        if partition is not None or options:
+            given = "partition" if partition is not None else min(options)
+            raise ValueError(f"the column {columns.client!r} names the clients, so there is no option {given!r}")
+        return _told(replace(data, info=info))
+    info.pop("plain")
+    return _told(
+        from_arrays(
+            data.train.arrays,
+            None if data.test is None else data.test.arrays,
+            partition=partition or "iid",
+            test_fraction=held or None,
+            seed=seed,
+            name=name,
+            info=info,
+            preprocess=data.preprocess,
+            **options,
+        )
+    )
 
-    def read(source: Any) -> tuple[dict[str, Any], np.ndarray | None]:
-        if hasattr(source, "with_format"):  # a Hugging Face data set: its rows as one Arrow table
-            source = source.with_format("arrow")[:]
-        return arrow_columns(source, client=client, label=label, features=features)
 
-    columns, ids = read(table)
-    if ids is None:
-        return from_arrays(columns, None if test is None else read(test)[0], **options)
-    if test is None:
-        return from_arrays(columns, partition="natural", ids=ids, **options)
-    train = from_arrays(columns, partition="natural", ids=ids, **options)
-    test_columns, test_ids = read(test)
-    assert test_ids is not None
-    held = from_arrays(test_columns, partition="natural", ids=test_ids, **options).train
-    return _with_test(train, held)
+def _splits_of(tables: Mapping[str, Any], test: Any) -> tuple[Any, Any]:
+    """The train and test tables of a Hugging Face ``DatasetDict``."""
+    if test is not None:
+        raise ValueError(f"the tables have the splits {', '.join(tables)}, so test is not needed")
+    used = "test" if "test" in tables else "validation" if "validation" in tables else None
+    if left := [n for n in tables if n not in ("train", used)]:
+        notice(f"the splits {', '.join(left)} are not used; train is the train split, {used} the test split")
+    return tables["train"], tables[used] if used else None
 
 
-def _with_test(data: FederatedData, held: Split) -> FederatedData:
-    """Test clients in the train clients' order. Those that never train become the split ``unseen``.
+def _class_names(table: Any, label: str | None) -> list[str] | None:
+    """The names of a Hugging Face ``ClassLabel`` column, whose values are numbers."""
+    features = getattr(table, "features", None)
+    names = getattr(features[label], "names", None) if isinstance(features, Mapping) and label in features else None
+    return [str(n) for n in names] if names else None
 
-    If no test client trains, all of them stay in the split ``test``.
-    """
-    place = {client: i for i, client in enumerate(held.ids)}
-    if not any(client in place for client in data.train.ids):
-        return replace(data, test=held)
-    rows = [np.arange(a, b) for a, b in zip(held.offsets[:-1], held.offsets[1:], strict=True)]
-    own = [rows[place[c]] if c in place else np.zeros(0, np.int64) for c in data.train.ids]
-    known = set(data.train.ids)
-    others = [c for c in held.ids if c not in known]
-    unseen = Split.from_assignment(held.arrays, [rows[place[c]] for c in others], others) if others else None
-    return replace(data, test=Split.from_assignment(held.arrays, own, data.train.ids), unseen=unseen)
+
+def _told(data: FederatedData) -> FederatedData:
+    if data.test is None:
+        notice(NO_TEST)
+    return data
 
 
 def _columns(dataset: Any, fields: Sequence[str], name: str) -> dict[str, np.ndarray]:
@@ -238,6 +352,19 @@ def partition_options(partition: str) -> dict[str, Any]:
 
 
 def _check_columns(arrays: Mapping[str, np.ndarray], which: str) -> None:
+    """Refuse fields of different lengths, and values that are not finite, with their field and count."""
+    _check_lengths(arrays, which)
+    for name, array in arrays.items():
+        if np.issubdtype(array.dtype, np.floating):
+            bad = np.any(~np.isfinite(array.reshape(len(array), -1)), axis=1, keepdims=True)
+            if bad.any():
+                raise ValueError(
+                    f"the {which} field {name!r} is not finite (NaN or infinity) in {int(bad.sum()):,} of {len(bad):,} "
+                    f"rows, first in row {int(np.argmax(bad))}; fill or drop them"
+                )
+
+
+def _check_lengths(arrays: Mapping[str, np.ndarray], which: str) -> None:
     lengths = {k: len(v) if v.ndim else -1 for k, v in arrays.items()}
     if not lengths or len(set(lengths.values())) > 1 or min(lengths.values()) < 1:
         raise ValueError(f"the {which} fields must be non-empty and of equal length, got rows {lengths}")

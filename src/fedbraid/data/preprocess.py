@@ -147,6 +147,8 @@ class Pipeline:
                 raise ValueError(
                     f"preprocessing {name!r} has no option {extra[0]!r}; it takes {', '.join(sorted(known))}"
                 )
+            for option, value in options.items():
+                _check_option(name, option, value, known[option])
             out.append((name, tuple(sorted(options.items()))))
         return cls(tuple(out))
 
@@ -162,6 +164,15 @@ class Pipeline:
                 have = ", ".join(sorted(batch))
                 raise ValueError(f"preprocessing {name!r} reads the field {field}; the data has {have}") from None
         return dict(batch)
+
+
+def _check_option(name: str, option: str, value: Any, default: Any) -> None:
+    """An option must have the type of its default; numbers must be finite."""
+    kinds = (int, float) if isinstance(default, float) else (type(default),)
+    if type(value) not in kinds or (isinstance(value, float) and not np.isfinite(value)):
+        raise ValueError(
+            f"preprocessing {name!r}: {option} = {value!r} must be {kinds[-1].__name__}, such as {default!r}"
+        )
 
 
 def pipeline(spec: Sequence[Mapping[str, Any]] | None) -> Pipeline | None:

@@ -30,7 +30,7 @@ import numpy as np
 import fedbraid
 from fedbraid import files
 from fedbraid.costs import Cost, cost
-from fedbraid.data.federated import FederatedData
+from fedbraid.data.federated import FederatedData, Split
 from fedbraid.experiment import runfolder
 from fedbraid.experiment.assembly import Experiment, assemble, load_named
 from fedbraid.experiment.comparison import COMPARE, Comparison, cohorts_of, folder_name, write_comparison
@@ -232,14 +232,17 @@ def _finals(
             if tell is not None:
                 tell(News((seed - seeds[0]) / len(seeds), 0, 0, None, None, f"testing, seed {seed}"))
             outcome = program.run([{}], seed=seed, rounds=config.rounds)
-            _write_run(place, with_values(config, {"seed": seed}), outcome, declared_by(program.base.metrics))
+            declared = declared_by(program.base.metrics)
+            _write_run(place, with_values(config, {"seed": seed}), outcome, declared, data.test)
         summary = runfolder.read_summary(place)
         table, clients = runfolder.read_metrics(place), runfolder.read_clients(place)
         finals.append(Final(seed, table, clients, summary.diverged))
     return finals
 
 
-def _write_run(place: Path, config: Config, outcome: PointsResult, declared: Sequence[Metric]) -> None:
+def _write_run(
+    place: Path, config: Config, outcome: PointsResult, declared: Sequence[Metric], test: Split | None
+) -> None:
     """Write the run folder of an outcome with one point."""
     place.mkdir(parents=True, exist_ok=True)
     runfolder.write_config(place, config)
@@ -249,7 +252,7 @@ def _write_run(place: Path, config: Config, outcome: PointsResult, declared: Seq
     table = runfolder.columns(history, evaluations, outcome.rounds)
     table["seconds"] = np.interp(table["round"], [0, *at], [0.0, *outcome.seconds])
     runfolder.write_metrics(place, table)
-    runfolder.write_clients(place, {name: column[0] for name, column in outcome.clients.items()})
+    runfolder.write_clients(place, {name: column[0] for name, column in outcome.clients.items()}, test)
     summary = summarize_run(
         config,
         table,

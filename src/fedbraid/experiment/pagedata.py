@@ -98,7 +98,7 @@ def clients_of(found: Collection) -> dict[str, Any]:
     lines: dict[str, list[dict[str, Any]]] = {}
     for label, own in found.groups.items():
         for name in own[0].clients:
-            if name == "client" or any(name not in run.clients for run in own):
+            if name in ("client", "id", "examples") or any(name not in run.clients for run in own):
                 continue
             values = np.concatenate([np.asarray(run.clients[name], float) for run in own])
             values = np.sort(values[np.isfinite(values)])

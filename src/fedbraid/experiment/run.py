@@ -156,7 +156,7 @@ def _write(
     config = experiment.config
     runfolder.write_metrics(out, table)
     if clients is not None:
-        runfolder.write_clients(out, clients)
+        runfolder.write_clients(out, clients, experiment.data.test)
     what = f"{config.algorithm.name} on {config.data.name}"
     title = f"{what}: {config.model.name}, cohort {config.cohort}, seed {config.seed}"
     save(draw_run(table, title), out / runfolder.CURVES)

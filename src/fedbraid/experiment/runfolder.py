@@ -2,7 +2,7 @@
 
 config.toml       every key; `fedbraid run config.toml` repeats the run
 metrics.parquet   one row per round; evaluated columns are empty in rounds that were not evaluated
-clients.parquet   one row per client of the test split: its own metrics under the last model
+clients.parquet   one row per client of the test split: its id, number of examples, and metrics under the last model
 checkpoints/      see fedbraid.simulation.checkpoint
 curves.png        loss and accuracy
 summary.json      a `RunSummary`, as `fedbraid run --json` prints it
@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from fedbraid import files
+from fedbraid.data import Split
 from fedbraid.experiment.config import Config, ConfigError, dump, load_config
 from fedbraid.experiment.differences import flat
 from fedbraid.experiment.summary import RunSummary, current_name
@@ -212,11 +213,15 @@ def write_metrics(folder: Path, table: Mapping[str, np.ndarray]) -> None:
     _write_table(folder / METRICS, table)
 
 
-def write_clients(folder: Path, values: Mapping[str, Any]) -> None:
-    """Each test client's own metrics, nan for a client without test examples."""
+def write_clients(folder: Path, values: Mapping[str, Any], split: Split | None = None) -> None:
+    """Each test client's own metrics, nan for a client without test examples; with its id and examples in ``split``."""
     table = {name: np.asarray(column) for name, column in values.items()}
     clients = len(next(iter(table.values())))
-    _write_table(folder / CLIENTS, {"client": np.arange(clients), **table})
+    about: dict[str, np.ndarray] = {"client": np.arange(clients)}
+    if split is not None:
+        about |= {"id": np.array(list(split.ids), str)} if len(split.ids) else {}
+        about["examples"] = split.sizes
+    _write_table(folder / CLIENTS, {**about, **table})
 
 
 def _write_table(path: Path, table: Mapping[str, np.ndarray]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
 
-__all__ = ["as_labels", "as_pixels", "need"]
+__all__ = ["as_labels", "as_pixels", "need", "open_image", "twice_in"]
 
 
 def as_labels(values: Any, at: str, classes: int | None = None) -> np.ndarray:
@@ -16,6 +19,8 @@ def as_labels(values: Any, at: str, classes: int | None = None) -> np.ndarray:
     'int32'
     """
     labels = np.asarray(values)
+    if labels.ndim == 0:
+        raise ValueError(f"{at}: expected one label per example, got a single value")
     if labels.ndim != 1:
         labels = labels.reshape(len(labels), -1)
         if labels.shape[1] != 1:
@@ -23,6 +28,9 @@ def as_labels(values: Any, at: str, classes: int | None = None) -> np.ndarray:
         labels = labels[:, 0]
     if labels.dtype.kind == "f" and np.array_equal(labels, np.rint(labels)):
         labels = labels.astype(np.int64)
+    if labels.dtype.kind == "f" and not np.isfinite(labels).all():
+        bad = ~np.isfinite(labels)
+        raise ValueError(f"{at}: {int(bad.sum())} labels are not finite, first in row {int(np.argmax(bad))}")
     if labels.dtype.kind not in "iub":
         raise ValueError(f"{at}: labels must be integers, got {labels.dtype}")
     bad = (labels < 0) | (labels >= (classes if classes is not None else 2**31))
@@ -62,6 +70,45 @@ def as_pixels(values: Any, at: str, shape: tuple[int, ...] | None = None) -> np.
     if len(pixels) and (pixels.min() < 0 or pixels.max() > 255):
         raise ValueError(f"{at}: pixels outside 0 to 255 (or 0 to 1); store them unchanged (--pixels keep)")
     return pixels.astype(np.uint8)
+
+
+def twice_in(names: Sequence[Hashable]) -> list[Hashable]:
+    """The names that appear more than once, in order.
+
+    >>> twice_in(["a", "b", "a"])
+    ['a']
+    """
+    return [name for name, count in Counter(names).items() if count > 1]
+
+
+_IMAGES = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF")  # others may start programs (EPS) or read other files
+
+
+def open_image(source: Any, at: str, *, like: np.ndarray | None = None) -> np.ndarray:
+    """An encoded image (a path or a file) as uint8: grey images ``[H, W]``, others ``[H, W, 3]``.
+
+    Its declared size is checked before it is decoded: against pillow's limit, and against the image ``like``.
+    """
+    image_module = need("PIL.Image")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", image_module.DecompressionBombWarning)
+            with image_module.open(source, formats=_IMAGES) as image:
+                shape = (image.size[1], image.size[0])
+                if like is not None and shape != like.shape[:2]:
+                    found = [*shape, 3] if image.mode not in ("1", "L") else list(shape)
+                    raise _OtherShape(f"{at}: shape {found} differs from {list(like.shape)} of the first image")
+                return np.asarray(image.convert("L" if image.mode in ("1", "L") else "RGB"))
+    except _OtherShape as error:
+        raise ValueError(str(error)) from None
+    except MemoryError:
+        raise
+    except Exception as error:  # pillow's decoders raise many types on damaged images
+        raise ValueError(f"{at}: not a readable image ({' '.join(str(error).split())})") from error
+
+
+class _OtherShape(ValueError):
+    pass
 
 
 def need(module: str, extra: str = "data") -> Any:

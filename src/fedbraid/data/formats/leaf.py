@@ -7,7 +7,6 @@ recognised. In other sets numbers are stored as float32, strings as text.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,11 @@ import numpy as np
 
 from fedbraid.data import text
 from fedbraid.data.formats.archive import read_bytes, unpacked
-from fedbraid.data.formats.columns import as_labels, as_pixels
+from fedbraid.data.formats.columns import as_labels, as_pixels, twice_in
+from fedbraid.data.names import check_client
 from fedbraid.data.preprocess import Pipeline
 from fedbraid.data.store import StoreWriter
+from fedbraid.limited_json import read_json
 
 __all__ = ["read_leaf"]
 
@@ -44,27 +45,31 @@ def _files(root: Path) -> Iterator[tuple[str, Path]]:
         folders = [p for p in (root, *sorted(root.rglob("*"))) if p.is_dir() and p.name == split]
         for folder in folders:
             for file in sorted(folder.iterdir()):
-                if file.name.endswith((".json", ".json.gz")):
+                if file.name.endswith((".json", ".json.gz")) and not file.is_dir():
                     yield split, file
 
 
 def _users(file: Path) -> Iterator[tuple[str, list, list]]:
+    encoded = read_bytes(file)
     try:
-        content = json.loads(read_bytes(file))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        content = read_json(encoded)
+    except ValueError as error:
         raise ValueError(f"{file}: not valid JSON, maybe cut short ({error})") from error
     if not isinstance(content, dict) or not {"users", "num_samples", "user_data"} <= set(content):
         raise ValueError(f"{file}: not a LEAF file: it must hold users, num_samples and user_data")
     users, counts, data = content["users"], content["num_samples"], content["user_data"]
+    if not isinstance(users, list) or not isinstance(counts, list) or not isinstance(data, dict):
+        raise ValueError(f"{file}: users and num_samples must be lists, and user_data an object")
     if len(users) != len(counts):
         raise ValueError(f"{file}: {len(users)} users but {len(counts)} numbers of samples")
-    if len(set(users)) != len(users):
-        twice = next(u for u in users if users.count(u) > 1)
-        raise ValueError(f"{file}: client {twice}: appears twice in the list of users; client ids must be unique")
+    for user in users:
+        check_client(user, str(file))
+    if twice := twice_in(users):
+        raise ValueError(f"{file}: client {twice[0]}: appears twice in the list of users; client ids must be unique")
     for user, count in zip(users, counts, strict=True):
         for field in ("x", "y"):
-            if user not in data or field not in data[user]:
-                raise ValueError(f"{file}: client {user}: field {field}: missing")
+            if not isinstance(data.get(user), dict) or not isinstance(data[user].get(field), list):
+                raise ValueError(f"{file}: client {user}: field {field}: missing, or not a list")
             if len(data[user][field]) != count:
                 found = len(data[user][field])
                 raise ValueError(
@@ -101,6 +106,8 @@ def _convert(kind: str, x: list, y: list, classes: int | None, at: str) -> dict[
             "y": as_labels(y, f"{at}: field y", classes),
         }
     if kind == "characters":
+        if not all(isinstance(s, str) and s for s in (*x, *y)):
+            raise ValueError(f"{at}: field x or y: an example is not text, the first one is")
         lengths = {len(s) for s in x}
         if len(lengths) > 1:
             raise ValueError(f"{at}: field x: examples differ in shape: strings of {sorted(lengths)[:2]} characters")
@@ -108,6 +115,8 @@ def _convert(kind: str, x: list, y: list, classes: int | None, at: str) -> dict[
         target = [int(text.character_ids(s)[0]) for s in y]
         return {"x": np.stack(ids) if ids else np.zeros((0, 80), np.uint8), "y": np.asarray(target, np.int32)}
     if kind == "text":
+        if not all(isinstance(s, str) for s in x):
+            raise ValueError(f"{at}: field x: an example is not text, the first one is")
         return {"x": np.asarray(x, object), "y": as_labels(y, f"{at}: field y", classes)}
     try:
         numbers = np.asarray(x, np.float32)

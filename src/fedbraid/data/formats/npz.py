@@ -7,14 +7,18 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedbraid.data.formats.columns import as_labels
+from fedbraid.data.formats.columns import as_labels, twice_in
 from fedbraid.data.formats.plain_sets import add_grouped, add_plain
+from fedbraid.data.limits import check_size, regular
+from fedbraid.data.names import check_client
 from fedbraid.data.preprocess import Pipeline, scaling_of
 from fedbraid.data.store import StoreWriter
 
@@ -22,18 +26,17 @@ __all__ = ["read_npz"]
 
 _X, _Y = ("x", "images", "image", "features", "data"), ("y", "labels", "label", "targets")
 _CLIENT = ("client", "clients", "writer", "writers", "user", "users")
+_DAMAGED = (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error, KeyError, RuntimeError, SyntaxError)
 
 
 def read_npz(writer: StoreWriter, path: Path, *, classes: int | None = None) -> None:
     """Read a NumPy archive. Pickled objects are refused."""
     path = Path(path)
     try:
-        # opened here, because NumPy does not close the file if the archive is damaged
-        with path.open("rb") as file, zipfile.ZipFile(file) as _, np.load(file, allow_pickle=False) as archive:
-            arrays: dict[str, Any] = {name: archive[name] for name in archive.files}
-    except FileNotFoundError as error:
-        raise ValueError(f"{path}: no such file") from error
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, KeyError) as error:
+        arrays: dict[str, Any] = _arrays(path)
+    except _DAMAGED as error:
+        if str(error).startswith(f"{path}: "):
+            raise
         raise ValueError(f"{path}: not a readable .npz without pickled objects ({error})") from error
 
     def find(names: tuple[str, ...], suffix: str = "") -> Any:
@@ -45,16 +48,21 @@ def read_npz(writer: StoreWriter, path: Path, *, classes: int | None = None) -> 
             return None
         if len(x) != len(y):
             raise ValueError(f"{path}: field y: {len(y)} labels for {len(x)} examples")
+        if not len(x):
+            raise ValueError(f"{path}: field x: no examples")
         return {"x": x, "y": as_labels(y, f"{path}: field y", classes) if y.dtype.kind in "iub" else y}
 
     train = columns("_train")
     if train is not None:
+        held = columns("_test")
+        _number_labels(writer, [train] if held is None else [train, held], path)
         _describe(writer, train, classes)
-        add_plain(writer, train, columns("_test"), path)
+        add_plain(writer, train, held, path)
         return
     rows = columns("")
     if rows is None:
         raise ValueError(f"{path}: arrays {', '.join(sorted(arrays))}: expected x and y, or x_train and y_train ...")
+    _number_labels(writer, [rows], path)
     _describe(writer, rows, classes)
     ids = find(_CLIENT)
     if ids is None:
@@ -62,11 +70,12 @@ def read_npz(writer: StoreWriter, path: Path, *, classes: int | None = None) -> 
         return
     names = find(_CLIENT, "_ids")
     if names is not None:
+        if names.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError(f"{path}: client indices must be integers, and client ids one text each")
+        if twice := twice_in(names.tolist()):
+            raise ValueError(f"{path}: client {twice[0]}: appears twice among the client ids; they must be unique")
         if len(ids) and (ids.min() < 0 or ids.max() >= len(names)):
             raise ValueError(f"{path}: client index {ids.max()} for {len(names)} client ids")
-        if len(set(names.tolist())) != len(names):
-            twice = next(n for n in names.tolist() if names.tolist().count(n) > 1)
-            raise ValueError(f"{path}: client {twice}: appears twice among the client ids; they must be unique")
         ids = names[ids]
     is_test = arrays.get("is_test", np.zeros(len(ids), bool)).astype(bool)
     if len(is_test) != len(ids) or len(ids) != len(rows["y"]):
@@ -76,6 +85,54 @@ def read_npz(writer: StoreWriter, path: Path, *, classes: int | None = None) -> 
     for split, mask in (("train", ~is_test), ("test", is_test)):
         if mask.any():
             add_grouped(writer, split, {f: v[mask] for f, v in rows.items()}, ids[mask], path)
+
+
+def _number_labels(writer: StoreWriter, parts: list[dict[str, np.ndarray]], path: Path) -> None:
+    """Replace labels of text by their numbers in the sorted list of the first part's labels, which the store keeps."""
+    if any(part["y"].dtype.kind != "U" or part["y"].ndim != 1 for part in parts):
+        return
+    names = sorted(set(parts[0]["y"].tolist()))
+    for name in names:
+        check_client(name, f"{path}: field y: label")
+    place = {name: i for i, name in enumerate(names)}
+    for part in parts:
+        if unknown := [name for name in part["y"].tolist() if name not in place]:
+            raise ValueError(f"{path}: field y: the test label {unknown[0]!r} is not among the train labels")
+        part["y"] = np.array([place[name] for name in part["y"].tolist()], np.int32)
+    writer.info |= {"labels": names, "classes": len(names)}
+
+
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    """All arrays of an archive. Each one's declared shape is compared with the size of its member before it is read."""
+    arrays: dict[str, np.ndarray] = {}
+    total, packed = 0, regular(path).stat().st_size
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            total += member.file_size
+            check_size(path, total, packed)
+            name = member.filename.removesuffix(".npy")
+            if name in arrays:
+                raise ValueError(f"the array {name!r} is there twice")
+            if not member.filename.endswith(".npy"):
+                raise ValueError(f"the member {member.filename!r} is not a NumPy array")
+            with archive.open(member) as file:
+                start = np.lib.format.read_magic(file)
+                read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+                if start not in read_header:
+                    raise ValueError(f"array {name}: format {start} is not supported")
+                shape, fortran, dtype = read_header[start](file)
+                if dtype.hasobject:
+                    raise ValueError(f"array {name} holds Python objects, which only pickle could read")
+                due, have = math.prod(shape) * dtype.itemsize, member.file_size - file.tell()
+                if due != have or any(n < 0 for n in shape):
+                    raise ValueError(f"array {name}: shape {list(shape)} needs {due} bytes, the member has {have}")
+                blob = file.read()
+                if len(blob) != due:
+                    raise ValueError(f"array {name}: {len(blob)} bytes, expected {due}")
+                # The order is by column if `fortran`: the same bytes in the reversed shape, transposed.
+                array = np.frombuffer(blob, dtype) if due else np.zeros(shape, dtype)
+                arrays[name] = array.reshape(shape[::-1]).T if fortran else array.reshape(shape)
+    return arrays
 
 
 def _describe(writer: StoreWriter, rows: dict[str, np.ndarray], classes: int | None) -> None:

@@ -6,8 +6,7 @@ with ``fedbraid data partition``. IDX files may have writer ids (QMNIST's extend
 
 from __future__ import annotations
 
-import io
-import pickle
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,10 @@ from typing import Any
 import numpy as np
 
 from fedbraid.data.formats.archive import read_bytes, unpacked
-from fedbraid.data.formats.columns import as_labels, as_pixels, need
+from fedbraid.data.formats.cifar_batch import read_batch
+from fedbraid.data.formats.columns import as_labels, as_pixels, open_image
+from fedbraid.data.limits import check_size, regular
+from fedbraid.data.names import check_client
 from fedbraid.data.partition import by_id
 from fedbraid.data.preprocess import Pipeline
 from fedbraid.data.store import StoreWriter
@@ -56,9 +58,11 @@ def read_idx_file(path: Path) -> np.ndarray:
     dtype, ndim = np.dtype(_IDX_TYPES[blob[2]]), blob[3]
     start = 4 + 4 * ndim
     shape = tuple(int(n) for n in np.frombuffer(blob[4:start], ">u4")) if len(blob) >= start else ()
-    due = start + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+    due = start + dtype.itemsize * math.prod(shape)
     if len(shape) != ndim or len(blob) != due:
         raise ValueError(f"{path}: {len(blob)} bytes, expected {due}: cut short or damaged")
+    if not shape or not math.prod(shape):
+        raise ValueError(f"{path}: shape {list(shape)}: holds no values")
     array = np.frombuffer(blob, dtype, offset=start).reshape(shape)
     return array.astype(dtype.newbyteorder("="))
 
@@ -189,73 +193,27 @@ def _cifar_binary(file: Path, *, coarse: bool) -> Columns:
 
 
 def _cifar_python(file: Path, *, coarse: bool) -> Columns:
-    batch = _read_batch(file)
+    batch = read_batch(file)
 
     def field(name: str) -> Any:
-        for key in (name, name.encode()):
-            if key in batch:
-                return batch[key]
-        raise ValueError(f"{file}: field {name}: missing from the batch")
+        if name not in batch:
+            raise ValueError(f"{file}: field {name}: missing from the batch")
+        return batch[name]
 
-    data = field("data")
-    pixels = data.array() if isinstance(data, _Array) else np.asarray(data)
+    def labels(name: str) -> list[int]:
+        values = field(name)
+        if not isinstance(values, list) or not all(type(v) is int for v in values):
+            raise ValueError(f"{file}: field {name}: not a list of integers")
+        return values
+
+    pixels = field("data")
+    if not isinstance(pixels, np.ndarray):
+        raise ValueError(f"{file}: field data: not an array of bytes")
     if coarse:
-        return _cifar_columns(file, pixels, {"y": (field("fine_labels"), 100), "coarse": (field("coarse_labels"), 20)})
-    return _cifar_columns(file, pixels, {"y": (field("labels"), 10)})
-
-
-class _Array:
-    """Replaces a NumPy array while a CIFAR batch is unpickled: it records the state and runs no code."""
-
-    state: tuple = ()
-
-    def __setstate__(self, state: tuple) -> None:
-        self.state = state
-
-    def array(self) -> np.ndarray:
-        _, shape, dtype, fortran, raw = self.state
-        if not isinstance(dtype, _Dtype) or dtype.name != "u1" or fortran or not isinstance(raw, bytes):
-            raise ValueError("the batch's data are not plain bytes")
-        return np.frombuffer(raw, np.uint8).reshape(shape)
-
-
-class _Dtype:
-    def __init__(self, name: str = "", *_: Any):
-        self.name = name
-
-    def __setstate__(self, state: tuple) -> None:
-        pass
-
-
-class _BatchReader(pickle.Unpickler):
-    """Reads CIFAR's python batches, which are pickles, without running their code. It accepts lists, strings, numbers
-    and one byte array. Every class name in the stream is replaced by one of three harmless objects."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-            return lambda *_: _Array()
-        if name == "ndarray" and module == "numpy":
-            return _Array
-        if name == "dtype" and module == "numpy":
-            return _Dtype
-        if (module, name) == ("_codecs", "encode"):  # newer Pythons write bytes like this in old protocols
-            return lambda value, _: value.encode("latin1")
-        raise pickle.UnpicklingError(f"the file calls {module}.{name}, which a CIFAR batch never needs; refused")
-
-
-def _read_batch(file: Path) -> dict:
-    try:
-        batch = _BatchReader(io.BytesIO(read_bytes(file)), encoding="latin1").load()
-        if not isinstance(batch, dict):
-            raise ValueError("the batch is not a dictionary")
-        data = batch.get("data", batch.get(b"data"))
-        if isinstance(data, _Array):
-            if isinstance(data.state[4], str):  # Python 2 pickles bytes as a string
-                data.state = (*data.state[:4], data.state[4].encode("latin1"))
-            data.array()
-        return batch
-    except (pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file}: not a readable CIFAR batch, damaged or cut short ({error})") from error
+        return _cifar_columns(
+            file, pixels, {"y": (labels("fine_labels"), 100), "coarse": (labels("coarse_labels"), 20)}
+        )
+    return _cifar_columns(file, pixels, {"y": (labels("labels"), 10)})
 
 
 # ---------------------------------------------------------------- image folders
@@ -274,6 +232,8 @@ def read_folder(writer: StoreWriter, path: Path, *, use_validation: bool = False
         classes = _class_folders(train_root)
         if not classes:
             raise ValueError(f"{path}: no class folders in it; expected train/<class>/*.png or <class>/*.png")
+        for name in classes:
+            check_client(name, f"{path}: class folder")
         train = _images(train_root, classes)
         valid = tops.get("valid", tops.get("val"))
         if use_validation and valid is not None:
@@ -290,8 +250,8 @@ def _class_folders(root: Path) -> list[str]:
 
 
 def _images(root: Path, classes: list[str]) -> Columns:
-    image_module = need("PIL.Image")
     pixels, labels = [], []
+    total = packed = 0
     extra = sorted(set(_class_folders(root)) - set(classes))
     if extra:
         raise ValueError(f"{root}: the class {extra[0]!r} is not among the train classes")
@@ -299,14 +259,10 @@ def _images(root: Path, classes: list[str]) -> Columns:
         for file in sorted((root / name).glob("*")):
             if file.suffix.lower() not in (".png", ".jpg", ".jpeg", ".bmp"):
                 continue
-            try:
-                with image_module.open(file) as image:
-                    pixels.append(np.asarray(image.convert("L" if image.mode in ("1", "L") else "RGB")))
-            except (OSError, SyntaxError) as error:
-                raise ValueError(f"{file}: not a readable image ({error})") from error
-            if pixels[-1].shape[:2] != pixels[0].shape[:2]:
-                found, first = list(pixels[-1].shape), list(pixels[0].shape)
-                raise ValueError(f"{file}: shape {found} differs from {first} of the first image")
+            packed += regular(file).stat().st_size
+            pixels.append(open_image(file, str(file), like=pixels[0] if pixels else None))
+            total += pixels[-1].nbytes
+            check_size(root, total, packed)
             labels.append(label)
     if not pixels:
         raise ValueError(f"{root}: no images (.png, .jpg, .bmp) in its class folders")

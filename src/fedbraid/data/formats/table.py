@@ -7,7 +7,6 @@ clients of one scan fit into ``memory`` bytes.
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,10 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from fedbraid.data.formats.columns import as_labels, need
+from fedbraid.data.formats.arrays import array_column
+from fedbraid.data.formats.columns import as_labels, need, twice_in
+from fedbraid.data.formats.csv import add_data
 from fedbraid.data.formats.plain_sets import add_grouped, add_plain
+from fedbraid.data.limits import block_rows, check_size, regular
+from fedbraid.data.names import safe_name
 from fedbraid.data.preprocess import scaling_of
 from fedbraid.data.store import StoreWriter
+from fedbraid.data.tabular import ANY, Columns, is_text, tabulate
 
 __all__ = ["arrow_columns", "read_table"]
 
@@ -27,19 +31,18 @@ def read_table(
     writer: StoreWriter,
     paths: Sequence[Path],
     *,
-    client: str | None = None,
-    label: str | None = None,
-    features: Sequence[str] = (),
+    columns: Columns = ANY,
     test: Sequence[Path] = (),
     classes: int | None = None,
     memory: int = 1 << 30,
 ) -> None:
-    """Read Parquet or Arrow files (or folders of them), grouped by the column ``client``.
+    """Read Parquet or Arrow files (or folders of them), grouped by the column ``columns.client``.
 
-    ``label`` is the column that becomes ``y``. ``features`` are the columns that become ``x`` (several numeric columns
-    become one float32 array). Without ``features``, all other columns keep their names. Files in ``test``, and files
-    whose path contains ``test``, are the test split. Without ``client`` the set is plain and can be partitioned later.
+    Without ``columns.features``, all other columns keep their names. Files in ``test``, and files whose path contains
+    ``test``, are the test split. Without a client column the set is plain and can be partitioned later. Rules that
+    change columns (categories, missing values, standardisation, labels of text) need the table in memory.
     """
+    client, label, features = columns.client, columns.label, columns.features
     sources: dict[str, list[Path]] = {}
     for path in paths:
         for split, file in _files(Path(path), "train"):
@@ -48,6 +51,14 @@ def read_table(
         sources.setdefault("test", []).extend(file for _, file in _files(Path(path), "test"))
     if "train" not in sources:
         raise ValueError(f"{', '.join(map(str, paths))}: no train file (.parquet or .arrow) among them")
+    wanted = [c for c in (client, label, *features) if c is not None]
+    first = _dataset(sources["train"], wanted)
+    if not columns.plain or (label is not None and is_text(first.schema.field(label).type)):
+        held = _dataset(sources["test"], wanted) if "test" in sources else None
+        tables = [None if d is None else _read(d, sources[s], None) for d, s in ((first, "train"), (held, "test"))]
+        seed, test_source = writer.shuffle or 0, sources.get("test", [""])[0]
+        data = tabulate(*tables, columns=columns, seed=seed, source=sources["train"][0], test_source=test_source)
+        return add_data(writer, data)
     options = {"client": client, "label": label, "features": features, "classes": classes}
     plain: dict[str, dict[str, Any]] = {}
     for split in sorted(sources, key=lambda s: s != "train"):
@@ -56,12 +67,12 @@ def read_table(
         data = _dataset(files, [c for c in (client, label, *features) if c is not None])
         wanted = None if not features else [c for c in (client, label, *features) if c is not None]
         if client is None:
-            plain[split], _ = arrow_columns(data.to_table(columns=wanted), shown, **options)
+            plain[split], _ = arrow_columns(_read(data, files, wanted), shown, **options)
             continue
         for chunk in _chunks(data, files, client, memory):
             # no filter matches a null, so a chunked scan would silently drop its row; _chunks has refused nulls before
             keep = None if chunk is None else need("pyarrow.compute").field(client).isin(chunk)
-            fields, ids = arrow_columns(data.to_table(columns=wanted, filter=keep), shown, **options)
+            fields, ids = arrow_columns(_read(data, files, wanted, keep), shown, **options)
             assert ids is not None
             _describe(writer, fields, classes)
             add_grouped(writer, split, fields, ids, shown)
@@ -87,8 +98,9 @@ def _dataset(files: list[Path], wanted: list[str]) -> Any:
     file = files[0]
     try:
         for file in files:
+            regular(file)
             if file.suffix == ".parquet":
-                found = need("pyarrow.parquet").read_schema(file).names
+                found = _declared(file)
             else:
                 tables.append(_open_arrow(file))
                 found = tables[-1].column_names
@@ -111,16 +123,66 @@ def _open_arrow(file: Path) -> Any:
     source = pa.memory_map(str(file))
     magic = source.read(6)
     source.seek(0)  # Hugging Face writes streams, Arrow and Feather write files
-    return (ipc.open_file if magic == b"ARROW1" else ipc.open_stream)(source).read_all()
+    packed, total, batches = regular(file).stat().st_size, 0, []
+    if magic == b"ARROW1":
+        reader = ipc.open_file(source)
+        found: Iterator[Any] = (reader.get_batch(i) for i in range(reader.num_record_batches))
+    else:
+        reader = found = ipc.open_stream(source)
+    for batch in found:
+        batch.validate(full=True)  # Arrow trusts offsets and lengths in a file unless it is told not to
+        total += batch.nbytes
+        check_size(file, total, packed)
+        batches.append(batch)
+    return pa.Table.from_batches(batches, reader.schema)
+
+
+def _declared(file: Path) -> list[str]:
+    """The columns of a Parquet file, after a check of its declared numbers of rows and values."""
+    metadata = need("pyarrow.parquet").read_metadata(file)
+    packed, total = file.stat().st_size, 0
+    widths = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT96": 12}
+    for i in range(metadata.num_row_groups):
+        group = metadata.row_group(i)
+        for j in range(group.num_columns):
+            column = group.column(j)
+            values = max(column.num_values, group.num_rows)
+            if min(values, column.total_uncompressed_size, group.num_rows) < 0:
+                raise ValueError(f"{file}: a column declares a negative size: damaged")
+            total += max(values * widths.get(column.physical_type, 8), column.total_uncompressed_size)
+            check_size(file, total, packed)
+    return metadata.schema.to_arrow_schema().names
+
+
+def _read(data: Any, files: list[Path], columns: list[str] | None, keep: Any = None) -> Any:
+    """The rows of a data set as one table. Bytes are counted while they are read: values may share them in a file."""
+    pa = need("pyarrow")
+    packed, total, batches = sum(f.stat().st_size for f in files), 0, []
+    names = data.schema.names if columns is None else columns
+    flat = all(_fixed(data.schema.field(name).type) for name in names)
+    rows = 1 << 17 if flat else block_rows(packed)
+    try:
+        for batch in data.to_batches(columns=columns, filter=keep, batch_size=rows, batch_readahead=2):
+            total += batch.nbytes
+            check_size(files[0], total, packed)
+            batches.append(batch)
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"{files[0]}: not readable, damaged or cut short ({' '.join(str(error).split())})") from error
+    schema = batches[0].schema if batches else pa.schema([data.schema.field(name) for name in names])
+    return pa.Table.from_batches(batches, schema)
+
+
+def _fixed(kind: Any) -> bool:
+    types = need("pyarrow").types
+    return types.is_primitive(kind) or types.is_boolean(kind)
 
 
 def _chunks(data: Any, files: list[Path], client: str, memory: int) -> Iterator[list | None]:
     """Groups of clients whose rows fit into ``memory`` bytes; a single None if all clients fit."""
-    pa = need("pyarrow")
     try:
-        column = data.to_table(columns=[client]).column(client)
-    except (OSError, pa.ArrowException) as error:
-        raise ValueError(f"{files[0]}: field {client}: not readable ({' '.join(str(error).split())})") from error
+        column = _read(data, files, [client]).column(client)
+    except ValueError as error:
+        raise ValueError(f"{files[0]}: field {client}: {str(error).removeprefix(f'{files[0]}: ')}") from error
     if column.null_count:
         row = next(i for i, v in enumerate(column) if not v.is_valid)
         for file in files:  # row numbers continue from file to file
@@ -178,86 +240,26 @@ def arrow_columns(
     rest = [n for n in table.column_names if n not in (client, label, *features)]
     fields: dict[str, Any] = {}
     if features:
-        parts = [_numbers(table.column(n), n, source, who) for n in features]
+        parts = [array_column(table.column(n), n, source, who) for n in features]
         if len(parts) == 1:
             fields["x"] = parts[0]
         else:
             flat = [np.asarray(p, np.float32).reshape(len(p), -1) for p in parts]
             fields["x"] = np.concatenate(flat, axis=1)
     else:
-        fields |= {n: _numbers(table.column(n), n, source, who) for n in rest}
+        if twice := twice_in([safe_name(n) for n in rest]):
+            raise ValueError(f"{source}: several columns would be named {twice[0]!r}; rename them")
+        fields |= {safe_name(n): array_column(table.column(n), n, source, who) for n in rest}
     if label is not None:
-        y = _numbers(table.column(label), label, source, who)
+        y = array_column(table.column(label), label, source, who)
         numeric = isinstance(y, np.ndarray) and y.dtype.kind in "iub"
         fields["y"] = as_labels(y, f"{source}: field {label}", classes) if numeric else y
     return fields, ids
 
 
-def _numbers(column: Any, name: str, source: object, who: Any) -> Any:
-    pa = need("pyarrow")
-    if column.null_count:
-        row = next(i for i, v in enumerate(column) if not v.is_valid)
-        raise ValueError(f"{who(row)}: field {name}: null in row {row} ({column.null_count} in all); fill or drop them")
-    kind = column.type
-    if pa.types.is_dictionary(kind):
-        column = column.cast(kind.value_type)
-        kind = column.type
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind):
-        return column.to_numpy()
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return np.asarray(column.to_pylist(), object)
-    if pa.types.is_struct(kind) and "bytes" in {f.name for f in kind}:
-        return _decode_images(column, name, who)
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return _nested(column, name, who)
-    raise ValueError(f"{source}: field {name}: columns of type {kind} are not supported; leave it out with --features")
-
-
-def _nested(column: Any, name: str, who: Any) -> np.ndarray:
-    """Nested lists of equal shape as an array, without a Python object per element."""
-    pa = need("pyarrow")
-    values = column.combine_chunks()
-    values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
-    rows, shape = len(values), [len(values)]
-    while (
-        pa.types.is_list(values.type) or pa.types.is_large_list(values.type) or pa.types.is_fixed_size_list(values.type)
-    ):
-        inner = values.flatten()
-        if inner.null_count:
-            raise ValueError(f"{who(0)}: field {name}: nulls inside its lists")
-        count = len(values)
-        if pa.types.is_fixed_size_list(values.type):
-            width = values.type.list_size
-        else:
-            lengths = np.diff(values.offsets.to_numpy())
-            width = int(lengths[0]) if count else 0
-            if np.any(lengths != width):
-                row = int(np.argmax(lengths != width)) // max(1, count // max(1, rows))
-                raise ValueError(
-                    f"{who(row)}: field {name}: examples differ in shape (lists of {sorted(set(lengths.tolist()))[:3]})"
-                )
-        shape.append(width)
-        values = inner
-    return values.to_numpy(zero_copy_only=False).reshape(shape)
-
-
-def _decode_images(column: Any, name: str, who: Any) -> np.ndarray:
-    image_module = need("PIL.Image")
-    out: list[np.ndarray] = []
-    for row, value in enumerate(column):
-        try:
-            with image_module.open(io.BytesIO(value["bytes"].as_py())) as image:
-                out.append(np.asarray(image.convert("L" if image.mode in ("1", "L") else "RGB")))
-        except (OSError, TypeError) as error:
-            raise ValueError(f"{who(row)}: field {name}: row {row} is not a readable image ({error})") from error
-        if out[-1].shape != out[0].shape:
-            raise ValueError(f"{who(row)}: field {name}: shape {list(out[-1].shape)} differs from {list(out[0].shape)}")
-    return np.stack(out)
-
-
 def _files(path: Path, split: str) -> Iterator[tuple[str, Path]]:
     if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.suffix in (".parquet", ".arrow", ".feather"))
+        files = sorted(p for p in path.rglob("*") if p.suffix in (".parquet", ".arrow", ".feather") and not p.is_dir())
         if not files:
             raise ValueError(f"{path}: no .parquet or .arrow files in this folder")
         for file in files:  # Hugging Face names the split in the folder or in the file name

@@ -16,12 +16,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import numpy as np
 
 from fedbraid.data import text
+from fedbraid.data.formats import hdf5
 from fedbraid.data.formats.archive import open_binary, read_bytes, unpacked
-from fedbraid.data.formats.columns import as_labels, as_pixels, need
+from fedbraid.data.formats.columns import as_labels, as_pixels, twice_in
+from fedbraid.data.names import check_client, safe_name
 from fedbraid.data.preprocess import Pipeline, scaling_of
 from fedbraid.data.store import StoreWriter
 
@@ -30,6 +33,10 @@ __all__ = ["parse_example", "read_tff"]
 Fields = dict[str, Any]
 Client = tuple[str, Fields]
 SQLITE_MAGIC = b"SQLite format 3\0"
+_TABLES = {
+    "examples": ("split_name", "client_id", "serialized_example_proto"),
+    "client_metadata": ("split_name", "client_id", "num_examples"),
+}
 # HDF5 stores shapes; a tf.train.Example is flat
 SHAPES = {"pixels": (28, 28), "image": (32, 32, 3)}
 
@@ -123,8 +130,12 @@ def _recipe(
         return _stackoverflow(writer, next(s for s in sources if s.split == "train"), words, length, vocabulary)
 
     def other(fields: Fields, at: str) -> Fields:
-        writer.preprocess = scaling_of(fields)
-        return fields
+        renamed = {safe_name(field): values for field, values in fields.items()}
+        if len(renamed) != len(fields):
+            twice = twice_in([safe_name(field) for field in fields])
+            raise ValueError(f"{at}: several fields would be named {twice[0]!r}; rename them in the file")
+        writer.preprocess = scaling_of(renamed)
+        return renamed
 
     return other
 
@@ -178,7 +189,7 @@ def _sources(path: Path, stack: contextlib.ExitStack) -> list[Source]:
         magic = file.read(16)
     if magic == SQLITE_MAGIC:
         return _sqlite(path, stack)
-    return [Source(_split_of(path), path, lambda wanted: _hdf5(path, wanted))]
+    return [Source(_split_of(path), path, lambda wanted: hdf5.read_clients(path, wanted))]
 
 
 def _split_of(path: Path) -> str:
@@ -186,34 +197,6 @@ def _split_of(path: Path) -> str:
     if "held" in name or "valid" in name:
         return "validation"
     return "test" if "test" in name else "train"
-
-
-def _hdf5(path: Path, wanted: set[str] | None) -> Iterator[Client]:
-    h5py = need("h5py")
-    try:
-        file = h5py.File(path, "r")
-    except OSError as error:
-        raise ValueError(f"{path}: not a readable HDF5 file, damaged or cut short ({_line(error)})") from error
-    with file:
-        if "examples" not in file:
-            raise ValueError(f"{path}: no group 'examples', so not a file of TensorFlow Federated")
-        try:
-            group = file["examples"]
-            clients = list(group)
-        except (OSError, RuntimeError, KeyError) as error:
-            raise ValueError(f"{path}: damaged or cut short ({_line(error)})") from error
-        for client in clients:
-            fields: Fields = {}
-            field = "?"
-            try:
-                for field in group[client]:
-                    if wanted is None or field in wanted:
-                        fields[field] = group[client][field][()]
-            except (OSError, RuntimeError, KeyError, AttributeError) as error:
-                raise ValueError(
-                    f"{path}: client {client}: field {field}: cannot be read, damaged or cut short ({_line(error)})"
-                ) from error
-            yield client, fields
 
 
 def _line(error: BaseException) -> str:
@@ -250,6 +233,7 @@ def _sqlite_clients(path: Path, split: str, wanted: set[str] | None) -> Iterator
             split,
         )
         for client, group in groupby(rows, key=lambda row: row[0]):
+            check_client(client, f"{path}: table examples")
             examples = [parse_example(blob, f"{path}: client {client}") for _, blob in group]
             if len(examples) != due.pop(client, None):
                 raise ValueError(f"{path}: client {client}: {len(examples)} examples, but client_metadata differs")
@@ -261,11 +245,28 @@ def _sqlite_clients(path: Path, split: str, wanted: set[str] | None) -> Iterator
 
 @contextlib.contextmanager
 def _query(path: Path) -> Iterator[Callable[..., Iterator[tuple]]]:
-    with contextlib.closing(sqlite3.connect(f"file:{path.resolve().as_posix()}?mode=ro", uri=True)) as connection:
+    address = f"file:{quote(path.resolve().as_posix())}?mode=ro"
+    with contextlib.closing(sqlite3.connect(address, uri=True)) as connection:
         try:
+            _plain_tables(connection, path)
             yield lambda sql, *values: connection.execute(sql, values)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, sqlite3.Warning, UnicodeError) as error:
             raise ValueError(f"{path}: not a readable TFF SQLite file ({_line(error)})") from error
+
+
+def _plain_tables(connection: sqlite3.Connection, path: Path) -> None:
+    """Refuse a file whose tables compute their rows (views, virtual tables, generated columns): they may never end."""
+    connection.execute("PRAGMA trusted_schema = OFF")
+    connection.execute("PRAGMA cell_size_check = ON")
+    limit = min(path.stat().st_size + 1024, 1 << 30)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, limit)  # no value is longer than its file
+    for table, columns in _TABLES.items():
+        found = connection.execute("SELECT type, sql FROM sqlite_master WHERE name = ?", (table,)).fetchall()
+        if len(found) != 1 or found[0][0] != "table" or not str(found[0][1]).upper().startswith("CREATE TABLE"):
+            raise ValueError(f"{path}: not a readable TFF SQLite file (no plain table {table!r})")
+        hidden = {row[1]: row[6] for row in connection.execute(f"PRAGMA table_xinfo({table})")}
+        if missing := [c for c in columns if hidden.get(c) != 0]:
+            raise ValueError(f"{path}: not a readable TFF SQLite file (no stored column {missing[0]!r} in {table!r})")
 
 
 def _stack(examples: Sequence[Mapping[str, Any]], at: str) -> Fields:
@@ -275,6 +276,8 @@ def _stack(examples: Sequence[Mapping[str, Any]], at: str) -> Fields:
             column = [e[field] for e in examples]
         except KeyError as error:
             raise ValueError(f"{at}: field {field}: missing from an example") from error
+        if len({type(c) for c in column}) > 1 or len({getattr(c, "dtype", None) for c in column}) > 1:
+            raise ValueError(f"{at}: field {field}: examples differ in type")
         if isinstance(column[0], list):
             fields[field] = [c[0] for c in column] if all(len(c) == 1 for c in column) else column
             continue
@@ -300,13 +303,15 @@ def parse_example(blob: bytes, at: str = "example") -> Fields:
     {'y': array([], dtype=int64)}
     """
     try:
+        if not isinstance(blob, bytes):
+            raise TypeError(f"{type(blob).__name__} instead of bytes")
         fields: Fields = {}
         for number, features in _wire(blob):
             for _, entry in _wire(features) if number == 1 else ():
                 parts = dict(_wire(entry))
                 fields[parts[1].decode()] = _feature(parts.get(2, b""))
         return fields
-    except (IndexError, KeyError, TypeError, struct.error, UnicodeDecodeError, ValueError) as error:
+    except (IndexError, KeyError, TypeError, struct.error, ValueError, OverflowError) as error:
         raise ValueError(f"{at}: not a tf.train.Example, damaged or cut short ({error})") from error
 
 

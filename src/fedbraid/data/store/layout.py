@@ -47,7 +47,10 @@ class TextRows(Sequence[str]):
                 raise ValueError("slices of text rows must have step 1")
             return TextRows(self.blob, self.rows[start : max(start, stop) + 1])
         i = range(len(self))[index]
-        return bytes(self.blob[int(self.rows[i]) : int(self.rows[i + 1])]).decode()
+        try:
+            return bytes(self.blob[int(self.rows[i]) : int(self.rows[i + 1])]).decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"text row {i} is not UTF-8: the store is damaged, import the data again") from error
 
     def __repr__(self) -> str:
         return f"TextRows({len(self)} strings)"

@@ -6,6 +6,7 @@ no incomplete store.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -18,6 +19,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 
 from fedbraid.data.federated import MASK, FederatedData
+from fedbraid.data.names import check_client, check_name
 from fedbraid.data.preprocess import Pipeline
 from fedbraid.data.store.layout import (
     DTYPES,
@@ -31,7 +33,7 @@ from fedbraid.data.store.layout import (
     bytes_of,
     files_of,
 )
-from fedbraid.data.store.opening import is_store, open_split
+from fedbraid.data.store.opening import is_store, open_split, open_store
 
 __all__ = ["StoreWriter", "write_store"]
 
@@ -71,8 +73,10 @@ class _SplitFiles:
         if not self.columns:
             self.schema = dict(schema)
             for field, (dtype, _) in schema.items():
-                main = _Column(self.folder, f"{self.name}.{field}.bin")
-                rows = _Column(self.folder, f"{self.name}.{field}.rows.bin") if dtype == TEXT else None
+                # Names with a dot, and these two, would be the names of other files of the split.
+                stem = f"{field}.field" if field in ("ids", "offsets") or "." in field else field
+                main = _Column(self.folder, f"{self.name}.{stem}.bin")
+                rows = _Column(self.folder, f"{self.name}.{stem}.rows.bin") if dtype == TEXT else None
                 if rows is not None:
                     rows.append(np.zeros(1, INDEX).tobytes())
                 self.columns[field] = (main, rows)
@@ -152,6 +156,8 @@ class StoreWriter:
             raise ValueError(f"{self.path} exists; choose another --out, or remove it first")
         if self.path.exists() and not is_store(self.path):
             raise ValueError(f"{self.path} exists and is not a store: it is not overwritten")
+        check_name(name, "name of the data")
+        self._parents = [p for p in self.path.parents if not p.exists()]  # made here, removed after an error
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._folder = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", suffix=".partial", dir=self.path.parent))
         self._splits: dict[str, _SplitFiles] = {}
@@ -176,7 +182,10 @@ class StoreWriter:
         if split not in SPLITS:
             raise ValueError(f"unknown split {split!r}; a store has {', '.join(SPLITS)}")
         files = self._splits.setdefault(split, _SplitFiles(self._folder, split))
+        check_client(client, str(source) if source else f"{split} split")
         at = f"{source}: client {client}" if source else f"client {client}"
+        if not fields:
+            raise ValueError(f"{at}: has no fields")
         if client in files.index:
             raise ValueError(f"{at}: appears twice in the {split} split; client ids must be unique")
         arrays = {field: _as_column(values, f"{at}: field {field}") for field, values in fields.items()}
@@ -201,10 +210,8 @@ class StoreWriter:
     def _conform(self, arrays: dict[str, Any], at: str) -> dict[str, Any]:
         if not self._schema:
             for field in arrays:
-                if not field or field == MASK or not all(c.isalnum() or c in "_-" for c in field):
-                    raise ValueError(
-                        f"{at}: field {field!r}: not a usable name (letters, digits, _ and -; not {MASK!r})"
-                    )
+                if check_name(field, f"{at}: field") == MASK:
+                    raise ValueError(f"{at}: field {field!r}: not a usable name, it is the mask of batches; rename it")
             self._schema, self._first = {f: _schema_of(a) for f, a in arrays.items()}, at
             return arrays
         if set(arrays) != set(self._schema):
@@ -238,6 +245,7 @@ class StoreWriter:
                 files = self._splits[split]
                 same = split != "train" and list(files.index) == ids
                 entries[split] = files.close(same)
+        check_name(self.name, "name of the data")
         header = {
             "format": FORMAT,
             "version": VERSION,
@@ -251,12 +259,18 @@ class StoreWriter:
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
+        open_store(self._folder)  # what cannot be opened again is not kept
         os.chmod(self._folder, 0o755)  # only the owner can read folders of mkdtemp
         if self.path.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", suffix=".old", dir=self.path.parent))
             os.replace(self.path, old / "store")
-            os.replace(self._folder, self.path)
-            shutil.rmtree(old)
+            try:
+                os.replace(self._folder, self.path)
+            except BaseException:
+                os.replace(old / "store", self.path)
+                raise
+            finally:
+                shutil.rmtree(old, ignore_errors=True)
         else:
             os.replace(self._folder, self.path)
 
@@ -291,6 +305,9 @@ class StoreWriter:
         for files in self._splits.values():
             files.abort()
         shutil.rmtree(self._folder, ignore_errors=True)
+        for parent in self._parents:
+            with contextlib.suppress(OSError):  # another process has put something into it
+                parent.rmdir()
 
 
 def write_store(path: str | os.PathLike[str], data: FederatedData, *, overwrite: bool = False) -> None:
@@ -332,12 +349,16 @@ def _as_column(values: Any, at: str) -> Any:
     if array.dtype.kind in "US" or (array.dtype == object and all(isinstance(v, (str, bytes)) for v in array.flat)):
         if array.ndim != 1:
             raise ValueError(f"{at}: text must be one string per example, got shape {list(array.shape)}")
+        if array.dtype.kind == "U" and (np.ascontiguousarray(array).view(np.uint32) > 0x10FFFF).any():
+            raise ValueError(f"{at}: text is not valid Unicode")
         try:
             return [v.decode() if isinstance(v, bytes) else str(v) for v in array.tolist()]
         except UnicodeDecodeError as error:
             raise ValueError(f"{at}: text is not UTF-8") from error
     if array.ndim == 0:
         raise ValueError(f"{at}: needs one row per example, got a single value")
+    if 0 in array.shape[1:]:
+        raise ValueError(f"{at}: examples of shape {list(array.shape[1:])} hold no values")
     dtype = array.dtype.newbyteorder("<")
     if dtype.str not in DTYPES:
         raise ValueError(f"{at}: type {array.dtype} cannot be stored; use numbers, booleans or text")
