@@ -27,7 +27,6 @@ from fedbraid.data.catalog import load as load_data
 from fedbraid.data.description import DataDescription
 from fedbraid.data.federated import FederatedData
 from fedbraid.data.preprocess import Pipeline, unscaled_bytes
-from fedbraid.data.store import is_store
 from fedbraid.experiment.config import Config, ConfigError, Named
 from fedbraid.experiment.feasibility import check_feasible
 from fedbraid.metric import Metrics, as_metrics
@@ -250,7 +249,7 @@ def find_parts(config: Config) -> Parts:
     parts = {}
     for section, key, names, name in named:
         try:
-            if section != "data" or name in names.own or not is_store(name):
+            if section != "data" or name in names.own or not Path(name).exists():  # a store, or raw files
                 parts[section] = names.find(name, folder)
         except (ValueError, OSError) as error:
             raise ConfigError(f"{key} = {name!r}: {error}") from error
