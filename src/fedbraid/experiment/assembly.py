@@ -20,6 +20,7 @@ import numpy as np
 
 import fedbraid
 from fedbraid import address, algorithms, models, transforms
+from fedbraid.algorithms.schedules import over_rounds, schedule
 from fedbraid.core import Algorithm
 from fedbraid.data import catalog, partition
 from fedbraid.data.byzantine import mark
@@ -193,11 +194,39 @@ def _with_metrics(config: Config, model: Model, data: FederatedData | None) -> M
 
 def _build_algorithm(config: Config, parts: Parts, context: Mapping[str, Callable[[], Any]]) -> Algorithm:
     """The algorithm with its transforms. ``context`` provides the factory arguments that are not options, by name."""
-    algorithm = _call("algorithm", algorithms.NAMES, parts["algorithm"], config.algorithm, context)
+    algorithm = _scheduled(parts["algorithm"], config.algorithm, context)
     for i, named in enumerate(config.transforms):
         inner = {**context, "alg": lambda inside=algorithm: inside}
         algorithm = _call(f"transforms[{i}]", transforms.NAMES, parts[f"transforms[{i}]"], named, inner)
     return algorithm
+
+
+RATES = ("client_lr", "server_lr", "lr", "gamma")  # options of algorithms that may change over rounds
+
+
+def _scheduled(found: Found, named: Named, context: Mapping[str, Callable[[], Any]]) -> Algorithm:
+    """The algorithm, whose rates may be tables such as ``{value = 0.1, schedule = "cosine", over = 200}``."""
+
+    def make(**rates: Any) -> Algorithm:
+        return _call("algorithm", algorithms.NAMES, found, named.model_copy(update=rates), context)
+
+    tables = {key: named.options[key] for key in RATES if isinstance(named.options.get(key), Mapping)}
+    if not tables:
+        return make()
+    values: dict[str, Callable[[Any], Any]] = {}
+    for key, table in tables.items():
+        shape = {"name" if name == "schedule" else name: value for name, value in table.items() if name != "value"}
+        base = table.get("value")
+        if isinstance(base, bool) or not isinstance(base, int | float):
+            raise ConfigError(f"algorithm.{key}: a rate over rounds needs a number as its value, got {base!r}")
+        try:
+            factor = schedule(shape, f"algorithm.{key}")
+        except ValueError as error:
+            raise ConfigError(str(error).replace(".name", ".schedule")) from None
+        assert factor is not None
+        values[key] = lambda round_, base=base, factor=factor: base * factor(round_)
+    make(**{key: table["value"] for key, table in tables.items()})  # checks the rates at their full value
+    return over_rounds(make, values)
 
 
 def _refuse_without_data(config: Config, parts: Parts) -> None:

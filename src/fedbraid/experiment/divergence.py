@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedbraid import algorithms
-from fedbraid.experiment.config import Config, options_of
+from fedbraid.experiment.assembly import find_parts
+from fedbraid.experiment.config import Config
 from fedbraid.metric import is_client_column
+from fedbraid.names import options_of
 
 __all__ = ["diverged", "divergence", "lower_rate"]
 
@@ -73,10 +74,10 @@ learning rate that is too large: try --set algorithm.client_lr=0.01 (now 0.1)'
 
 def lower_rate(config: Config) -> tuple[str, float, float] | None:
     """The rate to lower after a divergence: its key, a tenth of it (at most 1), and its value; None without a rate."""
-    factory = algorithms.ALGORITHMS.get(config.algorithm.name)
-    options = {**(options_of(factory) if factory else {}), **config.algorithm.options}
+    options = {**options_of(find_parts(config)["algorithm"].thing), **config.algorithm.options}
     for name in ("client_lr", "lr", "server_lr"):
         value = options.get(name)
+        value = value.get("value") if isinstance(value, Mapping) else value  # a rate over rounds
         if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
             return f"algorithm.{name}", min(value / 10, 1.0), float(value)
     return None
