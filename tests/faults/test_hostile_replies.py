@@ -27,7 +27,8 @@ from fedbraid.core import Algorithm, Down, Exchange, Report, Up, finite
 from fedbraid.flower import InProcessGrid, Policy, TooFewError, client_app, schema_of
 from fedbraid.flower.inprocess import _travel
 from fedbraid.flower.pack import RAW
-from fedbraid.flower.rounds import MessageRounds, Site
+from fedbraid.flower.rounds import MessageRounds
+from fedbraid.flower.site import Site
 from fedbraid.flower.wire import ARRAYS, PLAIN, one_line
 from flower.small import SPLIT, app_of, load
 from zoo import loss, start

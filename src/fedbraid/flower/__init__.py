@@ -13,8 +13,8 @@ from fedbraid.flower.federation import Federation, federation_client_app, federa
 from fedbraid.flower.identity import fingerprint, schema_of
 from fedbraid.flower.inprocess import InProcessGrid
 from fedbraid.flower.policy import Policy, TooFewError
-from fedbraid.flower.rounds import Round
 from fedbraid.flower.server import Served, serve, server_app
+from fedbraid.flower.site import Round
 from fedbraid.masking import Secure
 
 __all__ = [

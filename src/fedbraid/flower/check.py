@@ -11,7 +11,7 @@ from flwr.app import Context, RecordDict
 from flwr.common.config import parse_config_args
 
 from fedbraid.flower.evaluate import rows_of
-from fedbraid.flower.federation import load_federation
+from fedbraid.flower.federation import load_federation, with_labels_checked
 from fedbraid.flower.identity import check_data
 from fedbraid.flower.project import PACKAGE, package_of
 
@@ -34,6 +34,7 @@ def check_site(app: Path, node_config: str = "") -> dict[str, Any]:
     found = {}
     for name, loader, count in (("examples", "load_data", check_data), ("test_examples", "load_test", rows_of)):
         load = getattr(client, loader, lambda context: None)  # an older app has no load_test
+        load = with_labels_checked(load, federation.experiment)
         try:
             found[name] = count(federation.schema, load(context))  # pyright: ignore[reportArgumentType]
         except OSError as error:

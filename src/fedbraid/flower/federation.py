@@ -33,6 +33,7 @@ from fedbraid.flower.record import open_folder, write_run
 from fedbraid.flower.server import serve
 from fedbraid.masking import Secure
 from fedbraid.metric import is_client_column
+from fedbraid.models.targets import check_labels
 from fedbraid.simulation.evaluate import Evaluator, evaluator
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "federation_client_app",
     "federation_server_app",
     "load_federation",
+    "with_labels_checked",
     "written_description",
 ]
 
@@ -199,7 +201,7 @@ def federation_client_app(
     return client_app(
         experiment.algorithm,
         experiment.shapes,
-        load_data,
+        with_labels_checked(load_data, experiment),
         preprocess=federation.description.preprocess,
         metrics=experiment.metrics,
         load_test=load_test,
@@ -207,6 +209,19 @@ def federation_client_app(
         cache=cache,
         secure=federation.secure,
     )
+
+
+def with_labels_checked(load_data: LoadData, experiment: Experiment) -> LoadData:
+    """``load_data`` that refuses labels which the model cannot have, before this site trains on them."""
+    targets, prepared = experiment.model.targets, experiment.description.prepared.get("y")
+
+    def load(context: Context) -> Mapping[str, Any]:
+        arrays = load_data(context)
+        if isinstance(arrays, Mapping) and targets is not None and prepared is not None and "y" in arrays:
+            check_labels(targets, np.asarray(arrays["y"]), np.dtype(prepared.dtype), "site's")
+        return arrays
+
+    return load
 
 
 def federation_server_app(federation: Federation) -> ServerApp:

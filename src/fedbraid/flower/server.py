@@ -21,8 +21,9 @@ from flwr.serverapp import Grid, ServerApp
 from fedbraid.core import Algorithm, check_count
 from fedbraid.flower import wire
 from fedbraid.flower.evaluate import check_evaluation, scores_by_client
-from fedbraid.flower.rounds import MessageRounds, Round, Site
+from fedbraid.flower.rounds import MessageRounds
 from fedbraid.flower.secure.messages import check_sums
+from fedbraid.flower.site import Round, Site
 from fedbraid.notices import notice
 from fedbraid.simulation import checkpoint
 from fedbraid.simulation.loop import RoundLoop, Schedule
