@@ -33,7 +33,7 @@ def check_site(app: Path, node_config: str = "") -> dict[str, Any]:
     context = Context(0, 0, config, RecordDict(), {})
     found = {}
     for name, loader, count in (("examples", "load_data", check_data), ("test_examples", "load_test", rows_of)):
-        load = getattr(client, loader, lambda context: None)  # an older app has no load_test
+        load: Any = getattr(client, loader, lambda context: None)  # an older app has no load_test
         load = with_labels_checked(load, federation.experiment)
         try:
             found[name] = count(federation.schema, load(context))  # pyright: ignore[reportArgumentType]
