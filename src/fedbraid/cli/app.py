@@ -78,7 +78,8 @@ def _module(name: str):
 def main() -> None:
     """Run the command line.
 
-    A ValueError (a mistake of the user) is printed in red and exits with 2, an error of the operating system with 1.
+    A ValueError (a mistake of the user) is printed in red and exits with 2. An error of the operating system, and too
+    little memory, exit with 1.
     """
     catch_sigterm()
     started()
@@ -90,6 +91,11 @@ def main() -> None:
         sys.exit(2)
     except OSError as error:
         _print_error(system_error(error))
+        sys.exit(1)
+    except (MemoryError, ImportError) as error:
+        if isinstance(error, ImportError) and "failed to map segment" not in str(error):
+            raise
+        _print_error(f"out of memory: {error or 'a limit on memory or address space (ulimit -v) is too low'}")
         sys.exit(1)
 
 
