@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import fedbraid as fb
+from fedbraid import address
 from fedbraid.algorithms.server_optimizers import adaptive
 from fedbraid.simulation import simulate
-from fedbraid.simulation.tally import server_step
+from fedbraid.simulation.tally import Sizes, server_step
 from fedbraid.testing.problem import clients, loss, start
 
 
@@ -21,7 +22,9 @@ def test_the_server_keeps_its_state_bit_for_bit(name):
     """At the start, and after a step, when the optimizer has momentum; the next upload gives a finite model."""
     alg = getattr(fb, name)(loss, client_lr=0.05)
     exchange = alg.exchanges[0]
-    step = jax.jit(lambda server, up, count: server_step(exchange, server, up, count, count, 5, jax.random.key(0)))
+    key, draw = jax.random.key(0), address.server_noise(jax.random.key(0))
+    sizes = Sizes(population=5, cohort=1)
+    step = jax.jit(lambda server, up, count: server_step(exchange, server, (up, count, count), sizes, key, draw))
     none = fb.Up(jax.tree.map(jnp.zeros_like, start()))
     some = fb.Up(jax.tree.map(lambda leaf: leaf + 0.1, start()))
     first = jax.tree.map(jnp.asarray, alg.init(start()))

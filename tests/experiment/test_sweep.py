@@ -495,10 +495,10 @@ def test_adaptive_search_runs_in_batches_and_goes_on(tmp_path):
 OWN_MODEL = """
 import jax.numpy as jnp
 from fedbraid import Metric, Metrics
-from fedbraid.models import softmax_regression
+from fedbraid.models import Model, softmax_regression
 
 
-def model(declared=True):
+def model(declared: bool = True) -> Model:
     base = softmax_regression(64, 10)
 
     def metrics(params, batch):

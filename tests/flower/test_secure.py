@@ -22,17 +22,19 @@ from fedbraid.flower import (
     TooFewError,
     client_app,
     load_federation,
+    rounds,
     schema_of,
     serve,
     server_app,
 )
+from fedbraid.flower.roster import Terms
 from fedbraid.flower.secure.messages import check_sums
 from fedbraid.flower.wire import PLAIN, array_bytes, is_refusal
 from fedbraid.masking.fixed_point import check_leaves
 from fedbraid.masking.sizes import summand_of
 from fedbraid.transforms.uploads import norm
 from flower.masked import ALG, SECURE, dying, phase_of, secure_grid
-from flower.small import SPLIT, close, deploy, grid_of, load
+from flower.small import SPLIT, close, deploy, grid_of, load, seeded
 from shared_programs import RAGGED
 from told import told
 from zoo import ROWS, start
@@ -74,12 +76,18 @@ def test_a_secure_run_is_the_run_without_to_fixed_point_rounding(name, x64):
 
 
 @pytest.mark.parametrize("name", ["transform:dp", "transform:quantize"])
-def test_noise_of_clients_and_codes_go_through(name, x64):
+def test_noise_of_clients_and_codes_go_through(name, x64, monkeypatch):
     """Noise is added before the masks; codes are decoded by the client, which is said."""
     options = {"where": "clients"} if name == "transform:dp" else {}
     alg = ROWS[name].make(**RAGGED, **options)
-    plain = deploy(alg, grid_of(alg, name="zoo"), rounds=2, fingerprint="zoo", policy=QUICK)
-    run = lambda: deploy(alg, secure_grid(alg), rounds=2, fingerprint="zoo", policy=QUICK, secure=SECURE)  # noqa: E731
+
+    def deployed(grid, **more):
+        if name == "transform:dp":
+            seeded(monkeypatch, grid)  # the same noise in both runs
+        return deploy(alg, grid, rounds=2, fingerprint="zoo", policy=QUICK, **more)
+
+    plain = deployed(grid_of(alg, name="zoo"))
+    run = lambda: deployed(secure_grid(alg), secure=SECURE)  # noqa: E731
     if name == "transform:quantize":
         with told("compression saves nothing"):
             served = run()
@@ -292,8 +300,9 @@ def test_sites_and_servers_with_other_settings_do_not_work_together():
             deploy(ALG, grid, rounds=1, fingerprint="zoo", secure=ours, policy=QUICK, say=lines.append)
 
 
-def test_a_site_sends_no_upload_without_masks():
-    """The server has the sites' fingerprint, but asks for plain uploads."""
+def test_a_site_sends_no_upload_without_masks(monkeypatch):
+    """The server has the sites' fingerprint and accepts all of them, but asks for plain uploads."""
+    monkeypatch.setattr(rounds, "Terms", lambda **given: Terms(**(given | {"masked": True})))
     grid = secure_grid(ALG)
     lines = []
     name = f"zoo+{SECURE.name}"

@@ -45,6 +45,7 @@ class Terms(NamedTuple):
     params: ArrayRecord | None  # the first parameters, if clients keep state and make their first state from them
     first: str = INIT  # the tag of that state
     max_examples: int = Policy().max_examples
+    masked: bool = False  # secure aggregation: nodes do not tell their numbers of examples
 
 
 class Roster:
@@ -124,7 +125,7 @@ class Roster:
             check_layout(ours.up, up, f"exchange {name!r}, upload")
         if not 0 <= presence.client < t.population:
             raise MessageError(f"client {presence.client} is not in a population of {t.population}")
-        if not 1 <= presence.examples <= t.max_examples:
+        if not (0 if t.masked else 1) <= presence.examples <= t.max_examples:
             raise MessageError(
                 f"it states {presence.examples} examples, the policy allows 1 to {t.max_examples} (max_examples)"
             )

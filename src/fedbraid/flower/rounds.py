@@ -74,6 +74,7 @@ class MessageRounds:
             messages=self.messages,
             params=records(params) if self.stateful else None,
             max_examples=site.policy.max_examples,
+            masked=site.secure is not None,
         )
         post = Post(grid, keep=max(4 * site.policy.deadline, 600.0))
         self.roster = Roster(grid, post, terms, self.base)
