@@ -117,17 +117,18 @@ def seeded(monkeypatch, grid, exchanges=1):
     """
     drawn = itertools.count()
 
-    def address_of(order):
-        plain = order.content[PLAIN]
+    def last_order():
+        """The key and the client of the newest order; other messages have no seed."""
+        plain = next(m.content[PLAIN] for m in reversed(grid.sent) if "seed" in m.content[PLAIN])
         key = address.exchange_key(jax.random.key(plain["seed"]), plain["round"], plain["exchange"])
         return key, plain["client"]
 
     def of_client(shapes):
-        draw = address.client_noise(*address_of(grid.sent[-1]))
+        draw = address.client_noise(*last_order())
         return tuple(draw(like) for like in shapes)
 
     def of_server(shapes):
-        draw = address.server_noise(address_of(grid.sent[-1])[0])
+        draw = address.server_noise(last_order()[0])
         return tuple(draw(like) for like in shapes)
 
     def cohort(population, size):
