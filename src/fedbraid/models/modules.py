@@ -95,7 +95,7 @@ def from_equinox(module: Any, *, score: str | Score = "classes", batched: bool =
             return network(x, key=key)
         return jax.vmap(lambda one, k: network(one, key=k))(x, jax.random.split(key, x.shape[0]))
 
-    return supervised(init, apply, _score(score), targets=_targets(score))
+    return supervised(init, apply, scorer(score), targets=targets_of(score))
 
 
 def from_flax(
@@ -149,10 +149,10 @@ def from_flax(
             return module.apply({"params": params}, x, **evaluation)
         return module.apply({"params": params}, x, rngs={"dropout": key}, **training)
 
-    return supervised(init, apply, _score(score), targets=_targets(score))
+    return supervised(init, apply, scorer(score), targets=targets_of(score))
 
 
-def _score(score: str | Score) -> Score:
+def scorer(score: str | Score) -> Score:
     if callable(score):
         return score
     if score not in SCORES:
@@ -160,7 +160,7 @@ def _score(score: str | Score) -> Score:
     return SCORES[score]
 
 
-def _targets(score: str | Score) -> Targets | None:
+def targets_of(score: str | Score) -> Targets | None:
     """The labels that a score by name takes; a user's own function is not checked."""
     if callable(score):
         return None
