@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbraid.lowering.operations import dense
+from fedbraid.lowering import kernels
+from fedbraid.lowering.operations import dense, linear
 from fedbraid.models.lstm import recurrence
 
 __all__ = ["environment", "needed"]
@@ -204,7 +205,14 @@ def _named(weights: Sequence[Array], has_biases: bool) -> dict[str, Any]:
     w, u, *rest = weights
     b, b_state = rest[:2] if has_biases else (jnp.zeros(len(w), w.dtype),) * 2
     projections = rest[2:] if has_biases else rest
-    return {"w": w.T, "u": u.T, "b": b, "b_state": b_state, "out": projections[0].T if projections else None}
+    return {"w": w.T, "u": _turned(u), "b": b, "b_state": b_state, "out": projections[0].T if projections else None}
+
+
+def _turned(u: Array) -> Array:
+    """``u.T``. On a CPU its gradient is transposed after it is computed: XLA would make it part of a slower product."""
+    if kernels.platform() != "cpu":
+        return u.T
+    return linear(lambda _, u: u.T, lambda _, gradient: jax.lax.optimization_barrier(gradient).T, (), u)
 
 
 def _scanned(step: Callable, state: tuple[Array, ...], inputs: Array) -> tuple[Array, tuple[Array, ...]]:
