@@ -1,6 +1,6 @@
-"""Models written with PyTorch (`from_torch`): gradients against PyTorch's own, and time per round against our own models.
+"""Models of PyTorch (`from_torch`): gradients against PyTorch's own, and time per round against our own models.
 
-    PYTHONPATH=src python benchmarks/torch_models.py [--only cnn lstm gpt2 llama gradients] [--repeats N] [--gpu] [--json]
+    PYTHONPATH=src python benchmarks/torch_models.py [--only gradients cnn ...] [--repeats N] [--gpu] [--json]
 
 - gradients: of the CNN of McMahan et al., the EMNIST CNN, an LSTM, GPT-2 and Llama; the largest difference of a
   parameter's gradient to PyTorch's, divided by the largest entry of that gradient
@@ -11,8 +11,8 @@
 The two models of a comparison run in turn, ``--repeats`` times, and the fastest round of each counts, since other work
 may share the machine. CPU seconds (all threads of the process) are reported, too.
 
-On a machine without an index of packages, make a folder with torchax, which is pure Python and needs only jax, torch and
-NumPy, and carry it along:
+On a machine without an index of packages, make a folder with torchax, which is pure Python and needs only jax, torch
+and NumPy, and carry it along:
 
     pip install --no-deps --target torchax-only torchax==0.0.13
     PYTHONPATH=src:torchax-only python3 benchmarks/torch_models.py --gpu --only cnn

@@ -3,8 +3,9 @@
     [model]
     name = "torch_networks:cnn"    # this folder must be on PYTHONPATH
 
-- cnn: the CNN of McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", 2017, with
-  two 5x5 convolutions. PFLlib calls this architecture FedAvgCNN. 582,026 parameters for 28x28 grey images, 10 classes.
+- cnn: the CNN of McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", 2017,
+  with two 5x5 convolutions. PFLlib calls this architecture FedAvgCNN. 582,026 parameters for 28x28 grey images and 10
+  classes.
 - emnist_cnn and char_lstm: the architectures of `fedbraid.models`, so that both can be compared.
 - gpt2 and llama: small networks of Hugging Face's transformers with random weights.
 """

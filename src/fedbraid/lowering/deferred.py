@@ -1,9 +1,9 @@
 """A convolution that is computed later, together with the operations that follow it.
 
 A network's program has convolution, bias, ReLU and pool one after the other, with changes of layout in between. The
-convolution is deferred: the operations that follow are collected. The value is computed when an operation that cannot be
-collected needs it. On a GPU all of them can be one kernel. On a CPU they run in the convolution's own layout, channels
-last, and bias and ReLU run after the pool, on a quarter of the values.
+convolution is deferred: the operations that follow are collected. The value is computed when an operation that cannot
+be collected needs it. On a GPU all of them can be one kernel. On a CPU they run in the convolution's own layout,
+channels last, and bias and ReLU run after the pool, on a quarter of the values.
 """
 
 from __future__ import annotations

@@ -275,8 +275,8 @@ def _convolution(equation, x, kernel):
         order[place] = axis
     if _is_conv2d(params, kernel):
         strides = strides[0], strides[1]
-        # On a CPU, deferred, too: bias, ReLU and pool then run channels last, and the next convolution takes their value
-        # without a transpose. This halves the overhead of networks with channels first (PyTorch, equinox).
+        # Deferred on a CPU, too: bias, ReLU and pool then run channels last, and the next convolution takes their
+        # value without a transpose. Networks with channels first (PyTorch, equinox) are a quarter faster.
         if has_kernel(x, kernel, precision) or (precision is None and kernels.platform() == "cpu"):
             pads = paddings(x.shape[1:3], (kernel.shape[0], kernel.shape[1]), strides, padding)
             return Deferred(x, kernel, strides, pads, tuple(order), partial(_note, equation))

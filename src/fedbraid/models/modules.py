@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -169,7 +170,7 @@ def from_nnx(module: Any, *, score: str | Score = "classes") -> Model:
         score: as in ``from_equinox``.
     """
     try:
-        from flax import nnx
+        nnx: Any = importlib.import_module("flax.nnx")
     except ModuleNotFoundError as error:
         raise ValueError("from_nnx needs flax: pip install 'fedbraid[flax]'") from error
     if not isinstance(module, nnx.Module):

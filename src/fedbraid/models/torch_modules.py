@@ -117,7 +117,7 @@ def to_torch(params: PyTree, module: Any) -> Any:
 
 
 class _Network:
-    """(params, x, key) -> outputs, as a pure function. Its module is a copy that shares no attribute with the user's."""
+    """(params, x, key) -> outputs, as a pure function. Its module is a copy of the user's."""
 
     def __init__(self, torch: Any, module: Any, call: Callable | None, frozen_layers: set[str]) -> None:
         self.torch, self.env = torch, environment()
@@ -191,8 +191,8 @@ def _tensor(torch: Any, outputs: Any) -> Any:
     found = outputs if isinstance(outputs, torch.Tensor) else getattr(outputs, "logits", None)
     if not isinstance(found, torch.Tensor):
         raise ValueError(
-            f"the module returned a {type(outputs).__name__}, not a tensor nor an object with logits: say what to take, "
-            "such as call=lambda module, x: module(x)[0]"
+            f"the module returned a {type(outputs).__name__}, not a tensor nor an object with logits: say what to "
+            "take, such as call=lambda module, x: module(x)[0]"
         )
     return found
 
@@ -213,9 +213,9 @@ def _refuse_statistics(module: Any, layers: list[str], freeze: bool) -> None:
         return
     if not freeze:
         raise ValueError(
-            f"{type(module).__name__} keeps running statistics in {', '.join(layers)}, which clients cannot average like "
-            "parameters; use group or layer normalisation, or freeze_statistics=True to train with the statistics that "
-            "the module has"
+            f"{type(module).__name__} keeps running statistics in {', '.join(layers)}, which clients cannot average "
+            "like parameters; use group or layer normalisation, or freeze_statistics=True to train with the statistics "
+            "that the module has"
         )
     without = [name for name in layers if module.get_submodule(name).running_mean is None]
     if without:

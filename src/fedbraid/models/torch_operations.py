@@ -1,7 +1,7 @@
 """The environment in which PyTorch's operations run as JAX's: torchax, with this library's versions of a few of them.
 
-torchax computes most operations well. Replaced are those that are slow in a federated simulation: recurrent layers (torchax
-unrolls them over time), dropout (a random float for each entry), attention and linear layers on batches of sequences.
+torchax computes most operations well. Replaced are those that are slow in a federated simulation: recurrent layers
+(torchax unrolls them over time), dropout (a random float for each entry), attention, and linear layers on sequences.
 Convolutions need nothing here: the engine rewrites them, as in any other loss (docs/lowering.md).
 
 PyTorch and torchax are imported inside `environment`, so that importing this module costs nothing.
@@ -41,7 +41,7 @@ def environment() -> Any:
     """A torchax environment of our own: what is replaced here does not change torchax for others."""
     torch = needed("torch")
     with _without_named_dimensions(torch):
-        env = needed("torchax.tensor").Environment()
+        env = _mixing(torch, needed("torchax.tensor"))()
     on_arrays = partial(_on_arrays, env)
     functional = torch.nn.functional
     zeros = importlib.import_module("torchax.ops.jtorch")._zeros
@@ -83,9 +83,9 @@ def environment() -> Any:
 def _without_named_dimensions(torch: Any) -> Iterator[None]:
     """Lets torchax be imported with a PyTorch that has no named dimensions.
 
-    While torchax 0.0.13 is imported, it lists operator overloads such as ``aten.prod.dim_Dimname``. PyTorch 2.13 removed
-    all overloads with named dimensions, so this ends in an AttributeError. torchax only uses them as keys of tables: a
-    string does as well, and is never looked up. PyTorch itself is as before when this context ends.
+    While torchax 0.0.13 is imported, it lists operator overloads such as ``aten.prod.dim_Dimname``. PyTorch 2.13
+    removed all overloads with named dimensions, so this ends in an AttributeError. torchax only uses them as keys of
+    tables: a string does as well, and is never looked up. PyTorch itself is as before when this context ends.
     """
     packet = torch._ops.OpOverloadPacket
     found = packet.__getattr__
@@ -105,6 +105,24 @@ def _without_named_dimensions(torch: Any) -> Iterator[None]:
         packet.__getattr__ = found
 
 
+def _mixing(torch: Any, tensor: Any) -> Any:
+    """torchax's class of environments, made to accept PyTorch's own tensors as constants.
+
+    A module's forward often makes tensors on the CPU (``torch.ones(3)``, a list of masks). torchax refuses to compute
+    with these and its own tensors together.
+    """
+
+    class Environment(tensor.Environment):
+        def t2j_iso(self, torchtensors):
+            def own(x):
+                known = isinstance(x, tensor.Tensor | tensor.View)
+                return x if known or x.ndim == 0 else tensor.Tensor(self.t2j_copy(x), self)
+
+            return super().t2j_iso(torch.utils._pytree.tree_map_only(torch.Tensor, own, torchtensors))
+
+    return Environment
+
+
 def _on_arrays(env: Any, function: Callable) -> Callable:
     """A function of arrays as a function of torchax's tensors."""
 
@@ -121,7 +139,7 @@ def _linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
 
 
 def _dropout(x: Array, rate: float, key: Array) -> Array:
-    """Zeros with probability ``rate``, and the rest scaled. 8 random bits an entry if 256 rate is whole, else 16 bits."""
+    """Zeros with probability ``rate``, the rest scaled. Takes 8 random bits an entry if 256 rate is whole, else 16."""
     if rate >= 1:
         return jnp.zeros_like(x)
     bits = 8 if float(256 * rate).is_integer() else 16
@@ -146,8 +164,7 @@ def _attention(
     """``torch.nn.functional.scaled_dot_product_attention``; a query that may look nowhere gives zeros, as there."""
     if enable_gqa:
         key, value = (jnp.repeat(x, query.shape[-3] // x.shape[-3], axis=-3) for x in (key, value))
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = (query * scale) @ key.swapaxes(-1, -2)
+    scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.swapaxes(-1, -2)
     if is_causal:
         attn_mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     if attn_mask is not None and attn_mask.dtype == jnp.bool_:
@@ -166,7 +183,7 @@ def _attention(
 
 def _recurrent_operator(env: Any, layer: Callable, x: Any, states: Any, weights: Any, *options: Any) -> Any:
     """``torch.lstm``, ``torch.gru`` and ``torch.rnn_*``, as ``torch.nn`` calls them."""
-    if not isinstance(weights, Sequence):
+    if isinstance(options[0], Sequence):  # (data, batch_sizes, states, weights, ...) of a packed sequence
         raise ValueError(
             "packed sequences cannot be traced, since their lengths are data: give the recurrent layer padded sequences"
         )
@@ -264,6 +281,4 @@ def _rnn(
     activation: Callable, x: Array, start: tuple[Array, ...] | None, p: dict[str, Any]
 ) -> tuple[Array, tuple[Array, ...]]:
     inputs = dense({"w": p["w"], "b": p["b"] + p["b_state"]}, x)
-    return _scanned(
-        lambda state, at: (activation(at + state[0] @ p["u"]),), start or (_zeros(x, len(p["u"])),), inputs
-    )
+    return _scanned(lambda state, at: (activation(at + state[0] @ p["u"]),), start or (_zeros(x, len(p["u"])),), inputs)
