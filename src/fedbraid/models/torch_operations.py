@@ -134,8 +134,11 @@ def _on_arrays(env: Any, function: Callable) -> Callable:
 
 
 def _linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
+    if weight.ndim == 1:
+        return x @ weight if bias is None else x @ weight + bias
+    out, d = weight.shape
     bias = jnp.zeros((), x.dtype) if bias is None else bias
-    return dense({"w": weight.T, "b": bias}, x)
+    return dense({"w": _turned(weight) if out > d else weight.T, "b": bias}, x)
 
 
 def _dropout(x: Array, rate: float, key: Array) -> Array:
@@ -222,14 +225,24 @@ def _named(weights: Sequence[Array], has_biases: bool) -> dict[str, Any]:
     w, u, *rest = weights
     b, b_state = rest[:2] if has_biases else (jnp.zeros(len(w), w.dtype),) * 2
     projections = rest[2:] if has_biases else rest
-    return {"w": w.T, "u": _turned(u), "b": b, "b_state": b_state, "out": projections[0].T if projections else None}
+    return {
+        "w": _turned(w),
+        "u": _turned(u),
+        "b": b,
+        "b_state": b_state,
+        "out": projections[0].T if projections else None,
+    }
 
 
-def _turned(u: Array) -> Array:
-    """``u.T``. On a CPU its gradient is transposed after it is computed: XLA would make it part of a slower product."""
+def _turned(weight: Array) -> Array:
+    """``weight.T`` of a kernel [out, in] with out > in.
+
+    On a CPU its gradient is transposed after it is computed. XLA would compute the transposed product instead, and its
+    left factor [rows, out] is then summed over its rows, which is slow.
+    """
     if kernels.platform() != "cpu":
-        return u.T
-    return linear(lambda _, u: u.T, lambda _, gradient: jax.lax.optimization_barrier(gradient).T, (), u)
+        return weight.T
+    return linear(lambda _, w: w.T, lambda _, gradient: jax.lax.optimization_barrier(gradient).T, (), weight)
 
 
 def _scanned(step: Callable, state: tuple[Array, ...], inputs: Array) -> tuple[Array, tuple[Array, ...]]:
