@@ -11,8 +11,8 @@ import pytest
 
 import fedbraid as fb
 from fedbraid.local import rewriting, value_and_grad
-from fedbraid.lowering import explain_function, fast_convolutions
-from fedbraid.models import build, from_torch, to_torch, total
+from fedbraid.lowering import Lanes, LoweringOptions, explain, explain_function, fast_convolutions, kernels
+from fedbraid.models import build, char_lstm, emnist_cnn, from_torch, to_torch, total
 
 torch = pytest.importorskip("torch")
 if importlib.util.find_spec("torchax") is None:
@@ -122,6 +122,32 @@ def test_recurrent_layers_are_loops_and_convolutions_are_rewritten(networks):
     assert [line.rsplit(": ")[-1] for line in lines] == 2 * ["matrix products"] + [
         "together with the convolution before it"
     ]
+
+
+def test_on_a_gpu_they_run_in_the_kernels_of_our_own_models(networks, monkeypatch):
+    """Nothing runs: the programs of benchmarks/torch_models.py are traced as for an NVIDIA GPU."""
+    monkeypatch.setattr(kernels, "platform", lambda: "cuda")
+    monkeypatch.setattr(kernels, "_recent", lambda: True)
+
+    def explained(model, size, batch, x, y):
+        arrays = {
+            name: jax.ShapeDtypeStruct((100 * size, *shape), dtype) for name, (shape, dtype) in (("x", x), ("y", y))
+        }
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        algorithm = fb.fedavg(model.loss, client_lr=0.05, batch_size=batch, epochs=1)
+        params = jax.eval_shape(model.init, jax.random.key(0))
+        data = fb.ClientData(arrays, number, number, size)
+        return explain(algorithm, params, data, LoweringOptions(), Lanes(100, size))
+
+    images, label, text = ((28, 28, 1), jnp.float32), ((), jnp.int32), ((80,), jnp.int32)
+    theirs = explained(networks.emnist_cnn(62), 200, 20, images, label)
+    ours = explained(emnist_cnn(62), 200, 20, images, label)
+    assert theirs.kernels["train"] == ours.kernels["train"]
+    assert theirs.grown() == [
+        "carry.params['7.weight'] (128, 9216): the shared matrix plus 20 rows a step, 200 at most"
+    ]
+    theirs, ours = (explained(model, 30, 10, text, text) for model in (networks.char_lstm(90), char_lstm(90)))
+    assert theirs.kernels["train"] == ours.kernels["train"] == ["lstm_backwards x 1", "lstm_forwards x 1"]
 
 
 def test_dropout_is_drawn_from_the_key():
