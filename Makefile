@@ -1,10 +1,11 @@
 PYTHON ?= python3
 WORKERS ?= 2
+TORCH  ?= torch # or one that suits the machine, such as torch==2.13.0+cpu
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo check test faults lint types clean
+.PHONY: demo check test faults torch-test lint types clean
 
 demo: $(VENV)/core.stamp ## install what is needed and train the embedded default
 	$(BIN)/fedbraid run --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -17,6 +18,15 @@ test: lint ## everything that CI runs: lint, types and all tests
 
 faults: $(VENV)/dev.stamp ## the whole fault harness, with counts; `make test` runs a sample of it
 	FEDBRAID_FAULTS=whole $(BIN)/python -m pytest -n $(WORKERS) tests/faults
+
+torch-test: .venv-torch/stamp ## models of PyTorch, Hugging Face and flax.nnx, in an environment that has these
+	.venv-torch/bin/python -m pytest tests/models/test_torch.py tests/models/test_nnx.py tests/models/test_doors.py
+
+.venv-torch/stamp: pyproject.toml
+	$(PYTHON) -m venv .venv-torch
+	.venv-torch/bin/python -m pip --disable-pip-version-check -q install $(TORCH)
+	.venv-torch/bin/python -m pip --disable-pip-version-check -q install -e '.[torch,flax]' transformers pytest hypothesis
+	touch $@
 
 # types are checked beside the tests; the target fails if either does
 define with_types
@@ -42,4 +52,4 @@ $(VENV)/dev.stamp: pyproject.toml | $(BIN)/python
 	touch $@ $(VENV)/core.stamp
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) .venv-torch runs

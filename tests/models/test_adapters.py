@@ -9,7 +9,7 @@ from jax import lax
 
 from fedbraid import models
 from fedbraid.local import rewriting, value_and_grad
-from fedbraid.lowering import fast_convolutions
+from fedbraid.lowering import explain_function, fast_convolutions
 from fedbraid.models import build, from_equinox, from_flax, from_functions, resolve, total
 
 RNG = np.random.default_rng(0)
@@ -210,6 +210,34 @@ def test_fast_convolutions_leaves_functions_with_their_own_derivative():
 
     own.defvjp(lambda x: (own(x), None), lambda _, g: (7 * g,))
     assert float(jax.grad(lambda x: fast_convolutions(own)(x).sum())(IMAGES)[0, 0, 0, 0]) == 7.0
+
+
+def test_operations_after_a_convolution_run_in_its_layout():
+    """With channels first, as equinox and PyTorch have them, nothing is transposed between two convolutions."""
+    second = RNG.standard_normal((3, 2, 3, 3)).astype(np.float32)
+
+    def network(x, w, bias):
+        y = jax.nn.relu(conv(x, w) + bias[None, :, None, None])
+        y = jax.nn.relu(conv(y, second) + np.ones((1, 3, 1, 1), np.float32))
+        return lax.reduce_window(y, -jnp.inf, lax.max, (1, 1, 2, 2), (1, 1, 2, 2), "VALID")
+
+    arguments = IMAGES, W, np.array([0.3, -0.2], np.float32)
+    fast = fast_convolutions(network)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4),
+        *(
+            jax.jit(jax.value_and_grad(lambda *a, f=f: jnp.sin(f(*a)).sum(), (0, 1, 2)))(*arguments)
+            for f in (fast, network)
+        ),
+    )
+    assert explain_function(network, *arguments) == [
+        "convolution of (3, 2, 10, 9) with (2, 2, 3, 3): matrix products",
+        "convolution of (3, 2, 10, 9) with (3, 2, 3, 3): matrix products",
+        "max pool of (3, 3, 10, 9): together with the convolution before it",
+    ]
+    moved = [e for e in jax.make_jaxpr(fast)(*arguments).jaxpr.eqns if e.primitive.name == "transpose"]
+    images = [e.params["permutation"] for e in moved if e.invars[0].aval.shape[0] == len(IMAGES)]
+    assert images == [(0, 2, 3, 1), (0, 3, 1, 2)]  # the input and the output only
 
 
 SHAPES = {

@@ -1,8 +1,9 @@
 """A convolution that is computed later, together with the operations that follow it.
 
-A network's program has convolution, bias, ReLU and pool one after the other, with changes of layout in between. If all
-of them can be one kernel, the convolution is deferred: the operations that follow are collected. The value is computed
-when an operation that cannot be collected needs it.
+A network's program has convolution, bias, ReLU and pool one after the other, with changes of layout in between. The
+convolution is deferred: the operations that follow are collected. The value is computed when an operation that cannot
+be collected needs it. On a GPU all of them can be one kernel. On a CPU they run in the convolution's own layout,
+channels last, and bias and ReLU run after the pool, on a quarter of the values.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal
 
-from fedbraid.lowering.operations import Pads, conv2d, conv_relu, max_pool, window_counts
+from fedbraid.lowering.operations import Pads, conv2d, conv_relu, has_kernel, max_pool, window_counts
 
 __all__ = ["COLUMNS", "IMAGES", "OUT", "ROWS", "Deferred", "follow"]
 
@@ -64,7 +65,9 @@ class Deferred:
         from fedbraid.lowering.kernels.activated import pools
 
         where: Any = {"stride": self.strides, "padding": self.pads}
-        if self.relu and (not self.pool or pools(self.kernel.shape[2], self.window, self.strides)):
+        if not has_kernel(self.x, self.kernel):
+            pass  # matrix products, as for any convolution
+        elif self.relu and (not self.pool or pools(self.kernel.shape[2], self.window, self.strides)):
             self.note("one kernel, with its bias and ReLU" + (" and pool" if self.pool else ""))
         else:
             self.note("one kernel, which gathers its patches itself")

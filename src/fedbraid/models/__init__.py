@@ -6,12 +6,13 @@ from fedbraid.models.layers import dropout
 from fedbraid.models.linear import least_squares, logistic, one_versus_all, softmax_regression
 from fedbraid.models.lstm import char_lstm, word_lstm
 from fedbraid.models.model import Model, total
-from fedbraid.models.modules import from_equinox, from_flax, from_functions
+from fedbraid.models.modules import from_equinox, from_flax, from_functions, from_nnx
 from fedbraid.models.perceptron import mlp
 from fedbraid.models.registry import MODELS, NAMES, build, resolve
 from fedbraid.models.resnet import resnet18_gn
 from fedbraid.models.scoring import with_metrics
 from fedbraid.models.targets import Targets, check_targets
+from fedbraid.models.torch_modules import from_torch, to_torch
 
 __all__ = [
     "MODELS",
@@ -27,6 +28,8 @@ __all__ = [
     "from_equinox",
     "from_flax",
     "from_functions",
+    "from_nnx",
+    "from_torch",
     "least_squares",
     "logistic",
     "max_pool",
@@ -35,6 +38,7 @@ __all__ = [
     "resnet18_gn",
     "resolve",
     "softmax_regression",
+    "to_torch",
     "total",
     "with_metrics",
     "word_lstm",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -95,7 +96,7 @@ def from_equinox(module: Any, *, score: str | Score = "classes", batched: bool =
             return network(x, key=key)
         return jax.vmap(lambda one, k: network(one, key=k))(x, jax.random.split(key, x.shape[0]))
 
-    return supervised(init, apply, _score(score), targets=_targets(score))
+    return supervised(init, apply, scorer(score), targets=targets_of(score))
 
 
 def from_flax(
@@ -149,10 +150,65 @@ def from_flax(
             return module.apply({"params": params}, x, **evaluation)
         return module.apply({"params": params}, x, rngs={"dropout": key}, **training)
 
-    return supervised(init, apply, _score(score), targets=_targets(score))
+    return supervised(init, apply, scorer(score), targets=targets_of(score))
 
 
-def _score(score: str | Score) -> Score:
+def from_nnx(module: Any, *, score: str | Score = "classes") -> Model:
+    """A model from a ``flax.nnx`` module (extra ``flax``) over whole batches.
+
+    ``params`` are the values of its ``nnx.Param``, as nested dicts. The module is copied: it starts with its own
+    weights, for every seed, and is not changed. In training it runs after ``module.train()``, and its random streams
+    (dropout) start from the given key; in evaluation it runs after ``module.eval()``. The engine makes its convolutions
+    fast (docs/lowering.md).
+
+    Example::
+
+        model = from_nnx(nnx.Linear(784, 62, rngs=nnx.Rngs(0)))
+
+    Args:
+        module: a module without state other than its parameters and random streams (no batch normalisation).
+        score: as in ``from_equinox``.
+    """
+    try:
+        nnx: Any = importlib.import_module("flax.nnx")
+    except ModuleNotFoundError as error:
+        raise ValueError("from_nnx needs flax: pip install 'fedbraid[flax]'") from error
+    if not isinstance(module, nnx.Module):
+        raise ValueError(f"from_nnx needs a flax.nnx module, got a {type(module).__name__}")
+    definition, weights, streams, state = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    kept = sorted({type(variable).__name__ for _, variable in nnx.to_flat_state(state)})
+    if kept:
+        raise ValueError(
+            f"{type(module).__name__} keeps state in {', '.join(kept)}, which clients cannot average like parameters; "
+            "use group or layer normalisation instead of batch normalisation"
+        )
+    start = nnx.to_pure_dict(weights)
+
+    def init(key):
+        del key
+        return jax.tree.map(jax.numpy.array, start)
+
+    def apply(params, x, key):
+        # Copies: nnx only changes variables that were made in the same trace.
+        own, random = (jax.tree.map(lambda leaf: leaf, kind) for kind in (weights, streams))
+        nnx.replace_by_pure_dict(own, params)
+        if key is not None:
+            _seed(random, key, nnx)
+        network = nnx.merge(definition, own, random)
+        network.train() if key is not None else network.eval()
+        return network(x)
+
+    return supervised(init, apply, scorer(score), targets=targets_of(score))
+
+
+def _seed(streams: Any, key: Array, nnx: Any) -> None:
+    """Gives each random stream of an nnx module a key of its own that follows from ``key``, and restarts it."""
+    for number, (_, variable) in enumerate(nnx.to_flat_state(streams)):
+        fresh = jax.random.fold_in(key, number) if isinstance(variable, nnx.RngKey) else 0 * variable.get_value()
+        variable.set_value(fresh)
+
+
+def scorer(score: str | Score) -> Score:
     if callable(score):
         return score
     if score not in SCORES:
@@ -160,7 +216,7 @@ def _score(score: str | Score) -> Score:
     return SCORES[score]
 
 
-def _targets(score: str | Score) -> Targets | None:
+def targets_of(score: str | Score) -> Targets | None:
     """The labels that a score by name takes; a user's own function is not checked."""
     if callable(score):
         return None

@@ -1,0 +1,68 @@
+"""flax.nnx modules as models; runs where flax is installed (`make torch-test`)."""
+
+import jax
+import numpy as np
+import pytest
+
+import fedbraid as fb
+from fedbraid.lowering import explain_function
+from fedbraid.models import from_nnx
+
+nnx = pytest.importorskip("flax.nnx")
+
+RNG = np.random.default_rng(0)
+BATCH = {"x": RNG.random((5, 8, 8, 1), dtype=np.float32), "y": np.array([0, 2, 1, 1, 0], np.int32)}
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.conv = nnx.Conv(1, 4, (3, 3), rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(256, 8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)])
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.relu(self.conv(x)).reshape(x.shape[0], -1)
+        return self.layers[1](self.drop(nnx.relu(self.layers[0](x))))
+
+
+def test_an_nnx_network_keeps_its_meaning():
+    net = Net(nnx.Rngs(0))
+    model = from_nnx(net)
+    params = model.init(jax.random.key(0))
+    net.eval()
+    np.testing.assert_allclose(model.predict(params, BATCH["x"]), net(BATCH["x"]), rtol=1e-5, atol=1e-6)
+
+    def plain(net):
+        scores = jax.nn.log_softmax(net(BATCH["x"]))
+        return -scores[np.arange(5), BATCH["y"]].mean()
+
+    expected = nnx.to_pure_dict(nnx.grad(plain)(net))
+    gradient = jax.jit(jax.grad(model.loss))(params, BATCH, None)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradient, expected)
+    assert explain_function(model.loss, params, BATCH, None)[0].endswith("matrix products")
+
+
+def test_dropout_is_drawn_from_the_key_and_the_module_is_not_changed():
+    net = Net(nnx.Rngs(0))
+    model = from_nnx(net)
+    params = model.init(jax.random.key(0))
+    loss = jax.jit(model.loss)
+    keys = (None, jax.random.key(0), jax.random.key(1))
+    first, again = ([float(loss(params, BATCH, key)) for key in keys] for _ in range(2))
+    assert first == again
+    assert len(set(first)) == 3
+    mapped = jax.vmap(lambda key: model.loss(params, BATCH, key))(jax.random.split(jax.random.key(2), 2))
+    assert float(mapped[0]) != float(mapped[1])
+    algorithm = fb.fedavg(model.loss, client_lr=0.1, batch_size=5, epochs=1)
+    run = fb.simulate(algorithm, params, fb.Split(BATCH, np.array([0, 5])), rounds=2, cohort=1)
+    assert float(np.abs(run.params["conv"]["kernel"] - params["conv"]["kernel"]).max()) > 0
+    jax.tree.map(np.testing.assert_array_equal, from_nnx(net).init(None), params)
+
+
+def test_nnx_refusals():
+    with pytest.raises(ValueError, match="keeps state in BatchStat"):
+        from_nnx(nnx.BatchNorm(3, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"needs a flax\.nnx module, got a int"):
+        from_nnx(3)
+    with pytest.raises(ValueError, match="classes, values, tokens"):
+        from_nnx(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), score="logits")
