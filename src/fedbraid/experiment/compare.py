@@ -31,7 +31,7 @@ import numpy as np
 import fedbraid
 from fedbraid import files
 from fedbraid.costs import Cost, cost
-from fedbraid.data.federated import FederatedData, Split
+from fedbraid.data.federated import FederatedData
 from fedbraid.experiment import runfolder
 from fedbraid.experiment.assembly import Experiment, assemble, load_named
 from fedbraid.experiment.baselines import BASELINES, run_baseline
@@ -268,7 +268,7 @@ def _finals(
                 tell(News((seed - seeds[0]) / len(seeds), 0, 0, None, None, f"testing, seed {seed}"))
             outcome = program.run([{}], seed=seed, rounds=config.rounds)
             declared = declared_by(program.base.metrics)
-            _write_run(place, with_values(config, {"seed": seed}), outcome, declared, data.test)
+            _write_run(place, with_values(config, {"seed": seed}), outcome, declared, data)
         summary = runfolder.read_summary(place)
         table, clients = runfolder.read_metrics(place), runfolder.read_clients(place)
         finals.append(Final(seed, table, clients, summary.diverged))
@@ -276,7 +276,7 @@ def _finals(
 
 
 def _write_run(
-    place: Path, config: Config, outcome: PointsResult, declared: Sequence[Metric], test: Split | None
+    place: Path, config: Config, outcome: PointsResult, declared: Sequence[Metric], data: FederatedData
 ) -> None:
     """Write the run folder of an outcome with one point."""
     place.mkdir(parents=True, exist_ok=True)
@@ -287,13 +287,15 @@ def _write_run(
     table = runfolder.columns(history, evaluations, outcome.rounds)
     table["seconds"] = np.interp(table["round"], [0, *at], [0.0, *outcome.seconds])
     runfolder.write_metrics(place, table)
-    runfolder.write_clients(place, {name: column[0] for name, column in outcome.clients.items()}, test)
+    runfolder.write_clients(place, {name: column[0] for name, column in outcome.clients.items()}, data.test)
     summary = summarize_run(
         config,
         table,
         evaluations,
         seconds=float(outcome.seconds[-1]),
         declared=declared,
+        clients=data.train.num_clients,
+        partition=data.info.get("partition"),
         diverged=bool(outcome.diverged[0]),
         out=str(place),
     )

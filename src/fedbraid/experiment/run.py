@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedbraid.experiment import runfolder
+from fedbraid.experiment import live, runfolder
 from fedbraid.experiment.assembly import Experiment, build
 from fedbraid.experiment.config import Config, dump
 from fedbraid.experiment.divergence import divergence
@@ -56,9 +56,11 @@ def _run(
     if on_built is not None:
         on_built(experiment)
     stamps: list[tuple[int, float]] = []
+    record = live.recorder(out, experiment)
 
     def watched(now: Progress) -> bool | None:
         stamps.append((now.round, now.seconds))
+        record(now)
         return None if on_progress is None else on_progress(now)
 
     began = time.perf_counter()
@@ -74,6 +76,8 @@ def _run(
         result.evaluations,
         seconds=seconds,
         declared=experiment.metrics.declared,
+        clients=experiment.data.train.num_clients,
+        partition=experiment.data.info.get("partition"),
         finished=result.info.stopped_at == config.rounds,
         diverged=bool(problem),
         problem=problem,
@@ -161,3 +165,4 @@ def _write(
     title = f"{what}: {config.model.name}, cohort {config.cohort}, seed {config.seed}"
     save(draw_run(table, title), out / runfolder.CURVES)
     runfolder.write_summary(out, summary)
+    live.forget(out)

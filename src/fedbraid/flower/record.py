@@ -57,6 +57,7 @@ def write_run(
         served.evaluations,
         seconds=float(table["seconds"][-1]),  # of all rounds, also of those before a restart
         declared=declared,
+        clients=len(served.nodes),
         finished=finished,
         diverged=bool(problem),
         problem=problem,
