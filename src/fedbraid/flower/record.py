@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from fedbraid.data.description import DataDescription
 from fedbraid.experiment import runfolder
 from fedbraid.experiment.config import Config
 from fedbraid.experiment.divergence import divergence
 from fedbraid.experiment.figures import draw_run, save
+from fedbraid.experiment.params import PARAMS, params_sha256, write_params
 from fedbraid.experiment.summary import RunSummary, summarize_run
 from fedbraid.flower.server import Served
 from fedbraid.metric import Metric
@@ -36,11 +38,13 @@ def write_run(
     finished: bool,
     clients: Mapping[str, Any] | None = None,
     declared: Sequence[Metric] = (),
+    description: DataDescription | None = None,
 ) -> RunSummary:
     """Write metrics, picture and summary as a simulated run does; returns the summary.
 
     clients: each test client's own metrics with the last model.
     declared: the metrics that the evaluating function declares (see `fedbraid.metric`).
+    description: of the data, stored beside the parameters, so that the model can be built again without the data.
     """
     table = runfolder.columns(served.history, served.evaluations, served.rounds)
     table["seconds"] = np.cumsum(table["seconds"])  # since the start, at the end of every round
@@ -61,8 +65,9 @@ def write_run(
         diverged=bool(problem),
         problem=problem,
         engine={"plan": "flower", "clients": len(served.nodes), "counts": served.counts, "secure": served.secure},
-        params_sha256=runfolder.params_sha256(served.params),
+        params_sha256=params_sha256(served.params),
         out=str(out),
     )
+    write_params(out / PARAMS, served.params, round=served.rounds, description=description)
     runfolder.write_summary(out, summary)
     return summary
