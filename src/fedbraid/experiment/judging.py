@@ -65,6 +65,8 @@ def why_stopped(stop: Stop, metric: Metric, evaluations: Mapping[str, Any]) -> s
     >>> why_stopped(Stop(patience=2), accuracy, seen)
     'no improvement: the best test_accuracy, 0.9 after round 2, was 2 evaluations old after round 4'
     """
+    if not evaluations:
+        return ""
     rounds, values = np.asarray(evaluations["round"]), np.asarray(evaluations[metric.name], float)
     best = -1
     for i, value in enumerate(values):

@@ -45,7 +45,7 @@ def read_params(path: Path) -> Tensors:
     if not path.is_file():
         raise ConfigError(f"{folder} has no {path.name}; write it again with: fedbraid run --resume {folder}")
     try:
-        return read_tensors(path)
+        return read_tensors(path, sealed=True)
     except Damaged as error:
         raise ConfigError(f"{error}; write it again with: fedbraid run --resume {folder}") from None
 

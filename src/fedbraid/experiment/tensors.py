@@ -110,8 +110,11 @@ def _checksum(header: Mapping[str, Any], metadata: Mapping[str, str], body: byte
     return digest.hexdigest()
 
 
-def read_tensors(path: Path) -> Tensors:
-    """Read a safetensors file; `Damaged` names a file that is not one, or that does not match its checksum."""
+def read_tensors(path: Path, *, sealed: bool = False) -> Tensors:
+    """Read a safetensors file; `Damaged` names a file that is not one, or that does not match its checksum.
+
+    sealed: refuse a file without a checksum, such as one of another program.
+    """
     content = path.read_bytes()
     try:
         length = int.from_bytes(content[:8], "little")
@@ -121,6 +124,8 @@ def read_tensors(path: Path) -> Tensors:
         metadata = header.pop("__metadata__", {})
         arrays = {name: _array(name, entry, body) for name, entry in header.items()}
         checksum = metadata.pop(CHECKSUM, None)
+        if checksum is None and sealed:
+            raise ValueError("it has no checksum")
         if checksum is not None and checksum != _checksum(header, metadata, body):
             raise ValueError("it does not match its checksum")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
