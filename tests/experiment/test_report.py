@@ -584,7 +584,7 @@ def test_runs_go_to_mlflow(folders, tmp_path, monkeypatch):
 def test_other_sinks_are_refused(folders):
     from fedbraid.experiment.track import send
 
-    for sink in ("wandb:x", "tensorboard", "mlflow:"):
+    for sink in ("comet:x", "tensorboard", "mlflow:"):
         with pytest.raises(ConfigError, match="tensorboard:FOLDER or mlflow:URI"):
             send(collect(folders[:1]).runs, sink)
 

@@ -133,7 +133,7 @@ def _read_run(folder: Path, label: str, drift: int = 0) -> ReportedRun:
     if not summary.finished:
         raise ConfigError(f"the run in {folder} stopped after round {summary.rounds}; finish it: --resume {folder}")
     config = runfolder.read_config(folder)
-    if summary.rounds < config.rounds:
+    if summary.rounds < config.rounds and not summary.stopped:
         raise ConfigError(
             f"the run in {folder} is at round {summary.rounds} of {config.rounds}; finish it: --resume {folder}"
         )

@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import fedbraid
 from fedbraid import files
 from fedbraid.costs import Cost, cost
 from fedbraid.data.federated import FederatedData
@@ -49,6 +48,7 @@ from fedbraid.metric import Metric, declared_by
 from fedbraid.notices import notice
 from fedbraid.sealed import Damaged, read_sealed, seal_json
 from fedbraid.simulation.points import Points, PointsResult
+from fedbraid.version import __version__
 
 __all__ = ["run_comparison"]
 
@@ -96,7 +96,7 @@ def run_comparison(
 
 def _compare_in(comparison: Comparison, setup: _Setup, out: Path, on_news: Callable | None) -> dict[str, Any]:
     """Run what is missing in a folder that this process holds, and write the results."""
-    trials = Trials(out / TRIALS, {"version": fedbraid.__version__, "kind": "compare"})
+    trials = Trials(out / TRIALS, {"version": __version__, "kind": "compare"})
     table, tuned_on = [], None
     for i, method in enumerate(comparison.methods):
         tell = None if on_news is None else (lambda news, label=method.label: on_news(label, news))
@@ -108,7 +108,7 @@ def _compare_in(comparison: Comparison, setup: _Setup, out: Path, on_news: Calla
     baselines = _baselines(comparison, setup, out, on_news)
     summary = {
         "kind": "compare",
-        "version": fedbraid.__version__,
+        "version": __version__,
         "data": base.data.name,
         "model": base.model.name,
         "rounds": base.rounds,

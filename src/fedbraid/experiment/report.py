@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import fedbraid
 from fedbraid import files
 from fedbraid.experiment.citations import citation
 from fedbraid.experiment.collect import Collection, ReportedRun
@@ -30,6 +29,7 @@ from fedbraid.experiment.trials import judged_by
 from fedbraid.experiment.tuningplot import draw_tuning
 from fedbraid.metric import MEAN, Metric, is_client_column
 from fedbraid.units import format_bytes
+from fedbraid.version import __version__
 
 __all__ = ["write_report"]
 
@@ -55,7 +55,7 @@ def write_report(
         "DIFFERENCE": _difference(found),
         "METHODS": _methods(found),
         "AGAIN": _again(found),
-        "VERSION": html.escape(fedbraid.__version__),
+        "VERSION": html.escape(__version__),
         "STYLE": _asset("page.css"),
         "SCRIPT": _asset("page.js"),
         # a "</script>" inside a string would end the element

@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 
-import fedbraid
+from fedbraid.drawing import image_html, table_html
 from fedbraid.experiment.config import Config, ConfigError
-from fedbraid.metric import WORST_TENTH, Better, Metric, directions, metric_of_column
+from fedbraid.metric import WORST_TENTH, Better, Metric, directions, is_client_column, metric_of_column
+from fedbraid.units import format_bytes
+from fedbraid.version import __version__
 
 __all__ = ["RunSummary", "current_name", "machine_of_run", "partition_words", "summarize_run"]
 
@@ -24,12 +26,14 @@ OLD_WORST_TENTH = "_client_p10"
 FORMAT = 1  # of a run folder as a whole; another format is refused
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunSummary:
     """A run in a few numbers. Simulated, deployed and compared runs have the same fields.
 
     problem: one line on a divergence, with the round, the likely cause and the next step; empty if all went well.
+    stopped: why the run ended before its last round; empty if it did not.
     final: the last value of every evaluated column.
+    best: ``metric``, ``round`` and ``value`` of the best evaluation; empty if nothing was evaluated.
     metrics: which direction is better, for every evaluated column and every reported metric that has a direction.
     bytes: sent over the whole run, ``down`` to the clients and ``up`` to the server.
     engine: how it was computed; the keys depend on the engine.
@@ -51,14 +55,16 @@ class RunSummary:
     finished: bool = True
     diverged: bool = False
     problem: str = ""
+    stopped: str = ""
     final: Mapping[str, float] = field(default_factory=dict)
+    best: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, Better] = field(default_factory=dict)
     bytes: Mapping[str, int] = field(default_factory=lambda: {"down": 0, "up": 0})
     engine: Mapping[str, Any] = field(default_factory=dict)
     params_sha256: str | None = None
     machine: Mapping[str, Any] = field(default_factory=dict)
     out: str = ""
-    version: str = fedbraid.__version__
+    version: str = __version__
 
     @property
     def rounds_per_second(self) -> float:
@@ -67,6 +73,43 @@ class RunSummary:
     @property
     def deployed(self) -> bool:
         return self.engine.get("plan") == "flower"
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The summary as a small table: names and words."""
+        rows = [("run", f"{self.algorithm} on {self.data}: {self.model}"), ("rounds", self._rounds)]
+        if self._scores:
+            rows.append(("last scores", self._scores))
+        if self.best:
+            rows.append(("best", f"{self.best['metric']} {self.best['value']:.4g} after round {self.best['round']}"))
+        if "epsilon" in self.final:
+            rows.append(("epsilon", f"{self.final['epsilon']:.3g}"))
+        rows.append(("sent", f"{format_bytes(self.bytes['down'])} down, {format_bytes(self.bytes['up'])} up"))
+        if self.stopped:
+            rows.append(("ended early", self.stopped))
+        return [*rows, ("problem", self.problem)] if self.problem else rows
+
+    @property
+    def _rounds(self) -> str:
+        state = "" if self.finished else ", stopped before the end"
+        return f"{self.rounds} in {self.seconds:.1f} s{', deployed' if self.deployed else ''}{state}"
+
+    @property
+    def _scores(self) -> str:
+        pooled = {name: value for name, value in self.final.items() if name != "epsilon" and not is_client_column(name)}
+        return ", ".join(f"{name} {value:.4g}" for name, value in pooled.items())
+
+    def __repr__(self) -> str:
+        """Two or three lines: the run, its last scores, and why it ended early or diverged."""
+        lines = [f"RunSummary of {self.out or 'a run'}: {self.algorithm} on {self.data}, {self.model}"]
+        lines.append(f"  rounds: {self._rounds}; {self._scores or 'nothing was evaluated'}")
+        return "\n".join([*lines, *(f"  {why}" for why in (self.stopped, self.problem) if why)])
+
+    def _repr_html_(self) -> str:
+        picture = Path(self.out) / "curves.png" if self.out else None
+        shown = ""
+        if picture is not None and picture.is_file():
+            shown = image_html(picture.read_bytes(), f"curves of {self.out}")
+        return table_html([*self.rows(), ("folder", self.out)]) + shown
 
     def metric(self, column: str) -> Metric:
         """A column with its direction. Folders of older versions do not record it: then the name must be well known."""
