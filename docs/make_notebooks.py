@@ -1,6 +1,7 @@
 """Makes and executes the notebooks of this folder: `python docs/make_notebooks.py`.
 
-It needs `pip install 'fedbraid[docs]'`. The cells are written here. A test checks that the notebook has these cells and that they run in order.
+It needs `pip install 'fedbraid[docs]'`. The cells are written here. A test
+checks that the notebook has these cells and that they run in order.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ print("true     ", few["y"].tolist())""",
         """## A comparison
 
 Three methods with the same data, model, cohorts and initial parameters. Each is tuned over its own rates on a
-validation split, then tested with several seeds. The two rows in brackets are no methods: *local only* says what clients reach
-alone, *pooled data* what one machine reaches that has all examples ([sweeps.md](sweeps.md)).""",
+validation split, then tested with several seeds. The two rows in brackets are no methods: *local only* says what
+clients reach alone, *pooled data* what one machine reaches that has all examples ([sweeps.md](sweeps.md)).""",
     ),
     (
         "code",
