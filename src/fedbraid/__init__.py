@@ -1,5 +1,7 @@
 """fedbraid: federated optimization. Write an algorithm once; simulate, understand, tune and deploy it."""
 
+from typing import TYPE_CHECKING
+
 import fedbraid.start  # noqa: F401  the first import: it makes Ctrl-C during the others quiet
 from fedbraid import algorithms, transforms
 from fedbraid.algorithms import *  # noqa: F403
@@ -11,8 +13,12 @@ from fedbraid.local import Batches, ClientData, local_work, masked_mean
 from fedbraid.metric import Metric, Metrics
 from fedbraid.names import factory
 from fedbraid.simulation import EngineOptions, simulate, use_cores
+from fedbraid.version import __version__
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from fedbraid.experiment.inline import compare, load_run, report, run
+
+_LATER = ("compare", "load_run", "report", "run")  # imported when first used: they need pydantic, matplotlib and Arrow
 
 __all__ = [
     "MEAN",
@@ -32,13 +38,30 @@ __all__ = [
     "Split",
     "StructureError",
     "Up",
+    "__version__",
     "algorithms",
+    "compare",
     "cost",
     "factory",
+    "load_run",
     "local_work",
     "masked_mean",
+    "report",
+    "run",
     "simulate",
     "transforms",
     "use_cores",
     *_algorithms,
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name in _LATER:
+        from fedbraid.experiment import inline
+
+        return getattr(inline, name)
+    raise AttributeError(f"module 'fedbraid' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

@@ -7,6 +7,7 @@ pytrees, so the simulator, a deployment and the cost of a round are three interp
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -201,6 +202,34 @@ class Algorithm(NamedTuple):
     init_client: Callable  # (params) -> client_state, () when stateless
     exchanges: tuple[Exchange, ...]
     params: Callable  # (server) -> params to evaluate
+
+    def __repr__(self) -> str:
+        """The exchanges of a round, by name; nothing is computed."""
+        return f"Algorithm: {' -> '.join(map(_in_words, self.exchanges))}"
+
+    def _repr_html_(self) -> str:
+        """A picture of a round: the server above, the clients below, and the exchanges between them."""
+        wide = 150
+        parts = [
+            f'<text x="{wide * i + 75}" y="62" text-anchor="middle">{html.escape(_in_words(exchange))}</text>'
+            f'<path d="M{wide * i + 45} 30V86m-4-8l4 8 4-8M{wide * i + 105} 90V34m-4 8l4-8 4 8" fill="none" '
+            'stroke="#0072B2" stroke-width="1.6"/>'
+            for i, exchange in enumerate(self.exchanges)
+        ]
+        across = wide * max(len(self.exchanges), 1)
+        bars = "".join(
+            f'<rect x="1" y="{y}" width="{across - 2}" height="26" rx="5" fill="none" stroke="currentColor"/>'
+            f'<text x="{across / 2}" y="{y + 17}" text-anchor="middle">{name}</text>'
+            for y, name in ((2, "server"), (92, "clients"))
+        )
+        return (
+            f'<svg viewBox="0 0 {across} 120" width="{across}" height="120" font-size="12" fill="currentColor" '
+            f'font-family="sans-serif" role="img">{bars}{"".join(parts)}</svg>'
+        )
+
+
+def _in_words(exchange: Exchange) -> str:
+    return exchange.name + (" (private)" if exchange.sealed is not None else "")
 
 
 def reduce_reports(reducer: Reducer, ups: PyTree, weights: Any) -> tuple[PyTree, Any, Any]:

@@ -2,15 +2,17 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from drawn import lines, record
-from fedbraid import algorithms, cost
+from fedbraid import algorithms, cost, simulate
 from fedbraid.cli.app import make_app
-from fedbraid.experiment import ConfigError, load_config, run_config
+from fedbraid.data import FederatedData, Split
+from fedbraid.experiment import ConfigError, baselines, load_config, run_config
 from fedbraid.experiment.collect import collect
 from fedbraid.experiment.compare import Final, _statistics, run_comparison
 from fedbraid.experiment.comparison import cohorts_of, load_comparison, reopen_comparison
@@ -18,6 +20,7 @@ from fedbraid.experiment.pagedata import page_data
 from fedbraid.experiment.runfolder import read_clients, read_metrics, read_summary
 from fedbraid.experiment.trials import Criterion, read_trials
 from fedbraid.metric import Metric
+from told import told
 
 TOML = """
 rounds = 6
@@ -174,6 +177,110 @@ def test_a_stopped_comparison_goes_on(compared, monkeypatch):
     tables = [read_metrics(out / "one" / f"seed-{seed}") for seed in (0, 1)]
     means = np.mean([table["test_accuracy"] for table in tables], axis=0)[[1, 3, 5]]
     np.testing.assert_allclose(drawn["one"], np.c_[[2, 4, 6], means])
+
+
+# --- baselines -------------------------------------------------------------------------------------------------------
+
+
+def distance(params, batch, key=None):
+    return 0.5 * jnp.sum(jnp.sum((params - batch["x"]) ** 2, 1) * batch["mask"]) / jnp.maximum(batch["mask"].sum(), 1)
+
+
+@pytest.fixture(scope="module")
+def points():
+    """Clients of 3, 5 and 2 points in the plane, and the loss of a model: its mean squared distance to them / 2."""
+    rng = np.random.default_rng(0)
+    return FederatedData(Split.from_clients([{"x": rng.normal(i, 1, (n, 2))} for i, n in enumerate((3, 5, 2))]))
+
+
+def test_a_client_alone_descends_on_its_own_loss_and_sends_nothing(points):
+    alg = baselines.alone(algorithms.fedavg(distance, client_lr=0.3, batch_size=None, steps=2))
+    start = jnp.ones(2)
+    assert cost(alg, start, points).multiple == 0
+    result = simulate(alg, start, points, rounds=4)
+    own, _ = result.states
+    centres = np.array([points.train.client(i)["x"].mean(0) for i in range(3)])
+    np.testing.assert_allclose(own, centres + 0.7**8 * (1 - centres), rtol=1e-5)  # eight steps of gradient descent
+    np.testing.assert_array_equal(result.params, start)
+    with pytest.raises(ValueError, match="fedavg"):
+        baselines.alone(alg._replace(exchanges=(alg.exchanges[0]._replace(client=distance),)))
+
+
+def test_pooled_data_is_gradient_descent_on_all_examples(points):
+    alg = algorithms.fedavg(distance, client_lr=0.3, batch_size=None, steps=2)
+    result = simulate(alg, jnp.ones(2), baselines.pool(points), rounds=4)
+    centre = points.train.arrays["x"].mean(0)
+    np.testing.assert_allclose(result.params, centre + 0.7**8 * (1 - centre), rtol=1e-5)
+
+
+def test_each_example_is_judged_by_the_model_of_its_own_client(points):
+    def metrics(params, batch):
+        return {"loss": (jnp.sum((params - batch["x"]) ** 2, 1) * batch["mask"], batch["mask"])}
+
+    models = jnp.array([[0.0, 0.0], [1.0, 2.0], [5.0, 5.0]])
+    sums, weights = baselines._own_scores(metrics, points.train)(models)["loss"]
+    expected = [np.sum((np.asarray(models[i]) - points.train.client(i)["x"]) ** 2) for i in range(3)]
+    np.testing.assert_allclose(sums, expected, rtol=1e-5)
+    np.testing.assert_array_equal(weights, [3, 5, 2])
+    mean = baselines._everywhere(metrics, points.train, (), "test_loss", 0)(models)
+    whole = [np.mean(np.sum((np.asarray(m) - points.train.arrays["x"]) ** 2, 1)) for m in models]
+    assert mean == pytest.approx(np.mean(whole), rel=1e-5)
+
+
+def test_a_comparison_has_rows_of_local_and_of_pooled_training(compared):
+    summary, out = compared
+    local, pooled = summary["baselines"]
+    assert [row["label"] for row in (local, pooled)] == ["local only", "pooled data"]
+    assert not {"local only", "pooled data"} & set(rows_of(summary))
+    for row in (local, pooled):
+        assert row["bytes"] == 0
+        assert row["trials"] == 2  # as many points as the methods
+        assert row["best"]["algorithm.client_lr"] in (0.01, 0.1)
+        assert len(row["scores"]) == 2
+        assert row["seconds"] > 0
+        assert row["clients"]["worst"] <= row["clients"]["median"]
+    assert local["everywhere"] < local["score"]  # a client has few classes, all clients have ten
+    # 6 rounds of 4 in 8 clients: 3 rounds for each. A client has 157 training examples on average, 10 in a batch
+    assert "3 rounds" in local["about"]
+    assert "batches of 40" in pooled["about"]
+    assert pooled["score"] > rows_of(summary)["one"]["score"]
+    told = CliRunner().invoke(make_app(), ["compare", "--resume", str(out)]).stdout
+    assert told.index("as it") < told.index("local") < told.index("pooled")
+
+
+def test_baselines_are_the_same_for_all_methods_of_a_comparison(tmp_path):
+    grid = 'over = { client_lr = "logspace(-2, 0, 3)", server_lr = [0.5, 1.0] }'
+    (tmp_path / "c.toml").write_text(TOML.replace("over = { client_lr = [0.01, 0.1] }", grid, 1))
+    options, rates = baselines._reference(load_comparison(tmp_path / "c.toml"))
+    assert options == {"batch_size": 10}
+    np.testing.assert_allclose(rates, np.geomspace(0.01, 1, 6), rtol=1e-5)  # six points, as the largest grid
+    (tmp_path / "d.toml").write_text(TOML.replace("drift = 1", "baselines = []"))
+    assert load_comparison(tmp_path / "d.toml").settings.baselines == ()
+    (tmp_path / "e.toml").write_text(TOML.replace("drift = 1", 'baselines = ["central"]'))
+    with pytest.raises(ConfigError, match="'local' or 'pooled'"):
+        load_comparison(tmp_path / "e.toml")
+
+
+def test_many_clients_are_drawn_and_models_bounded(points, monkeypatch):
+    from types import SimpleNamespace
+
+    monkeypatch.setattr(baselines, "LEAST_CLIENTS", 2)
+    large = SimpleNamespace(shapes=jax.ShapeDtypeStruct((10**9,), np.float32))
+    data = FederatedData(points.train, points.train, validation=points.train)
+    held, final = baselines._some_clients(data, data, large, 5, seed=0)
+    assert held.train.num_clients == held.validation.num_clients == final.train.num_clients == 2
+    assert final.aligned
+    small = SimpleNamespace(shapes=jax.ShapeDtypeStruct((10,), np.float32))
+    assert baselines._some_clients(data, data, small, 5, seed=0)[1].train.num_clients == 3
+
+
+def test_no_local_row_where_test_clients_are_others(points):
+    with told("no row 'local only'"):
+        other = FederatedData(points.train, Split.from_clients([points.train.client(0)]))
+        assert baselines.run_baseline("local", None, other, None) is None
+
+
+# --- directions and reports ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
 """Reports: the page shows the data of the folders, loads nothing from the network, and works in a real browser."""
 
+import html
 import json
+import os
 import re
 import shutil
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,20 +16,22 @@ from typer.testing import CliRunner
 from drawn import check_figure, lines, record
 from fedbraid import algorithms, transforms
 from fedbraid.cli.app import make_app
-from fedbraid.experiment import ConfigError, load_config, runfolder
+from fedbraid.experiment import ConfigError, live, load_config, run_config, runfolder
+from fedbraid.experiment.assembly import build
 from fedbraid.experiment.citations import citation
 from fedbraid.experiment.collect import collect
-from fedbraid.experiment.config import dump
+from fedbraid.experiment.config import dump, parse, read_tree
 from fedbraid.experiment.differences import config_difference
 from fedbraid.experiment.divergence import diverged
 from fedbraid.experiment.lab import SweepSettings
 from fedbraid.experiment.pagedata import page_data
-from fedbraid.experiment.report import write_report
-from fedbraid.experiment.summary import RunSummary, summarize_run
+from fedbraid.experiment.report import _comparison_table, write_report
+from fedbraid.experiment.summary import RunSummary, machine_of_run, summarize_run
 from fedbraid.experiment.sweep import write_sweep
 from fedbraid.experiment.trials import write_trials
 from fedbraid.experiment.tuningplot import tuning_plot
 from fedbraid.metric import Metric
+from fedbraid.simulation import Progress
 
 RATE, SERVER = "algorithm.client_lr", "algorithm.server_lr"
 ROUNDS = 40
@@ -58,9 +63,9 @@ def a_run(folder, *settings, seed=0, rate=0.1, finished=True, own=None):
     table = runfolder.columns(history, evaluations, ROUNDS) | {"seconds": 0.5 * rounds}
     runfolder.write_metrics(folder, table)
     runfolder.write_clients(folder, clients)
-    summary = summarize_run(
-        config, table, evaluations, seconds=20.0, declared=declared, finished=finished, out=str(folder)
-    )
+    split = {"name": "dirichlet", "alpha": 0.3, "clients": 50}
+    about = {"declared": declared, "clients": 50, "partition": split, "finished": finished, "out": str(folder)}
+    summary = summarize_run(config, table, evaluations, seconds=20.0, **about)
     runfolder.write_summary(folder, summary)
     return folder
 
@@ -272,6 +277,145 @@ def test_long_curves_are_thinned_by_means(tmp_path, monkeypatch):
     np.testing.assert_allclose(line["mean"], values.mean(1), rtol=1e-5)
 
 
+def test_every_column_is_explained_and_every_run_says_how_it_was_made(page):
+    text = page[0].read_text()
+    heads = re.findall(r'<th scope="col" title="([^"]*)">(.*?)</th>', text)
+    assert len(heads) == text.count('scope="col"') > 15
+    assert all(len(title) > 10 for title, _ in heads), heads
+    assert len({title for title, _ in heads}) > 15  # not one sentence for all
+    setup = text[text.index("How they were run") :]
+    row = re.findall(r"<td[^>]*>(.*?)</td>", re.search(r'<th scope="row">slow</th>(.*?)</tr>', setup)[1])
+    machine = machine_of_run()
+    assert row[:3] == ["digits", "50", "10"]
+    assert row[3] == "dirichlet, alpha 0.3"
+    assert row[6][:10] == machine["date"][:10]
+    assert machine["hardware"] in html.unescape(row[7])
+    assert f"{machine['cores']} cores" in row[7]
+    assert f"jax {machine['jax']}" in row[8]
+    assert f"fedbraid {RunSummary.version}" in row[8]
+
+
+def test_a_comparison_sets_baselines_apart_and_marks_the_best_method():
+    row = {"best": {RATE: 0.1}, "score": 0.8, "deviation": None, "trials": 5, "trials_diverged": 0, "bytes": 0}
+    row |= {"clients": {"worst_tenth": 0.3, "median": 0.5, "worst": 0.1}, "about": "each client alone", "seconds": 3.0}
+    own = {"cohort": 10, "bytes_per_client": {"models": 2.0}, "rounds_to_target": 4.0, "bytes_to_target": 5e3}
+    summary = {"metric": "test_accuracy", "better": "higher", "target": 0.7, "seeds": [0], "criterion": "highest"}
+    summary |= {"protocol": "rounds", "tuned_on": None}
+    summary["methods"] = [row | own | {"label": "one"}, row | own | {"label": "two", "score": 0.7}]
+    summary["baselines"] = [
+        row | {"label": "local only", "everywhere": 0.25},
+        row | {"label": "pooled data", "score": 0.9},
+    ]
+    text = _comparison_table(summary)
+    methods, apart = text.split('<tbody class="apart">')
+    assert "one" in methods
+    assert "local only" not in methods
+    assert apart.index("local only") < apart.index("pooled data")
+    assert re.findall(r"<strong[^>]*>(.*?)</strong>", text) == [
+        "0.8000"
+    ]  # the best method, though pooled data is better
+    assert "0.2500" in apart  # on the test examples of all clients
+    assert "It took 3 s" in apart
+    widths = [len(re.findall("<t[dh]", one)) for one in re.findall("<tr>(.*?)</tr>", text)]
+    assert len(set(widths)) == 1
+
+
+# --- a run that is going on -------------------------------------------------------------------------------------------
+
+
+def progress(recorded, *rounds, loss=0.5):
+    for at in rounds:
+        row = {"train/loss": loss, "train/bytes_down": 10.0, "train/bytes_up": 5.0, "test_accuracy": at / 100}
+        recorded(Progress(at, row, 0.1 * at))
+
+
+@pytest.fixture
+def going_on(tmp_path, monkeypatch):
+    """The folder of a run, and the function that takes its progress."""
+    monkeypatch.setattr(live, "EVERY", 0.0)
+    experiment = build(load_config(settings=["rounds=40", "evaluation.every=10", "data.clients=8", "cohort=2"]))
+    folder = tmp_path / "run"
+    runfolder.create(folder, experiment.config)
+    return folder, live.recorder(folder, experiment), experiment
+
+
+def test_a_run_that_is_going_on_can_be_read(going_on, tmp_path):
+    folder, recorded, experiment = going_on
+    progress(recorded, 5, 10, 17, 20)
+    with pytest.raises(ConfigError, match="incomplete"):
+        collect([folder])
+    found = collect([folder], live=True)
+    (run,) = found.runs
+    np.testing.assert_array_equal(run.table["round"], [5, 10, 17, 20])
+    np.testing.assert_array_equal(run.table["test_accuracy"], [np.nan, 0.1, np.nan, 0.2])  # rounds that were evaluated
+    np.testing.assert_array_equal(run.table["bytes_down"], [50, 100, 170, 200])
+    assert run.summary.metrics["test_accuracy"] == "higher"
+    assert run.summary.machine["clients"] == 8
+    assert found.notices == ["run is at round 20 of 40."]
+    write_report(found, tmp_path / "r.html", plots=False, refresh=5)
+    assert '<meta http-equiv="refresh" content="5">' in (tmp_path / "r.html").read_text()
+    # the run is resumed from the checkpoint of round 12
+    progress(live.recorder(folder, experiment), 13, 20)
+    again = collect([folder], live=True).runs[0].table
+    np.testing.assert_array_equal(again["round"], [5, 10, 13, 20])
+    old = time.time() - 1000
+    os.utime(folder / live.LIVE, (old, old))
+    (notice,) = collect([folder], live=True).notices
+    assert re.search(r"nothing for 1000 s\. If it was stopped, continue it with --resume", notice)
+
+
+def test_rows_of_a_long_run_are_thinned(monkeypatch):
+    monkeypatch.setattr(live, "MOST_ROWS", 4)
+    rows = [{"round": float(i)} | ({"test_loss": 1.0} if i == 3 else {}) for i in range(6)]
+    assert [row["round"] for row in live._thinned(rows)] == [0, 2, 3, 4, 5]
+
+
+def test_a_finished_run_leaves_no_rows_and_its_page_is_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(live, "EVERY", 0.0)
+    seen = []
+
+    def look(now):
+        if (tmp_path / "run" / live.LIVE).is_file():
+            seen.append(collect([tmp_path / "run"], live=True).runs[0].summary.rounds)
+
+    settings = ["rounds=4", "evaluation.every=2", "data.clients=4", "cohort=2"]
+    run_config(
+        parse(read_tree(None, settings) | {"model": {"name": "softmax_regression"}}), tmp_path / "run", on_progress=look
+    )
+    assert seen
+    assert seen[-1] == 4
+    assert not (tmp_path / "run" / live.LIVE).exists()
+    done = CliRunner().invoke(make_app(), ["report", "--live", str(tmp_path / "run"), "--no-plots", "--json"])
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "run" / "report.html").read_text()
+    assert 'http-equiv="refresh"' not in text
+    assert "Client by client" in text
+
+
+def test_the_command_follows_a_run_to_its_end(going_on, monkeypatch):
+    folder, recorded, _ = going_on
+    progress(recorded, 10)
+    pages, page = [], folder / "report.html"
+
+    def sleep(_):
+        pages.append(page.read_text())
+        assert len(pages) < 4
+        if len(pages) == 1:
+            progress(recorded, 20)
+        else:  # the run ends
+            shutil.copytree(a_run(folder.parent / "done", "data.clients=8"), folder, dirs_exist_ok=True)
+            live.forget(folder)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    done = CliRunner().invoke(make_app(), ["report", "--live", str(folder), "--no-plots"])
+    assert done.exit_code == 0, done.output
+    assert [re.search(r"is at round \d+ of 40", text)[0] for text in pages] == [
+        "is at round 10 of 40",
+        "is at round 20 of 40",
+    ]
+    assert "is at round" not in page.read_text()
+
+
 # --- directions ------------------------------------------------------------------------------------------------------
 
 
@@ -289,9 +433,9 @@ def test_a_report_reads_the_direction_from_the_folders(own, values, best, tmp_pa
     write_report(found, tmp_path / "r.html", plots=False)
     text = (tmp_path / "r.html").read_text()
     rows = dict(re.findall(r'<tr><th scope="row">(slow|fast)</th>(.*?)</tr>', text)[:2])
-    heads = re.findall(r'<th scope="col">(.*?)</th>', text)
+    heads = re.findall(r'<th scope="col"[^>]*>(.*?)</th>', text)
     marked = {
-        name: [i for i, cell in enumerate(re.findall(r"<td>(.*?)</td>", row), 1) if "<strong>" in cell]
+        name: [i for i, cell in enumerate(re.findall(r"<td[^>]*>(.*?)</td>", row), 1) if "<strong" in cell]
         for name, row in rows.items()
     }
     column = heads.index("rank error")
@@ -440,7 +584,7 @@ def test_runs_go_to_mlflow(folders, tmp_path, monkeypatch):
 def test_other_sinks_are_refused(folders):
     from fedbraid.experiment.track import send
 
-    for sink in ("wandb:x", "tensorboard", "mlflow:"):
+    for sink in ("comet:x", "tensorboard", "mlflow:"):
         with pytest.raises(ConfigError, match="tensorboard:FOLDER or mlflow:URI"):
             send(collect(folders[:1]).runs, sink)
 
@@ -509,7 +653,16 @@ def test_it_loads_without_a_word_and_asks_for_nothing(browser, page):
     shown = browser.execute_script(
         "return [...document.querySelectorAll('section:not([hidden]) h2')].map(h => h.textContent)"
     )
-    assert shown == ["Results", "Curves", "Tuning", "Client by client", "What differs", "Methods", "Run it again"]
+    assert shown == [
+        "Results",
+        "Curves",
+        "Tuning",
+        "Client by client",
+        "What differs",
+        "How they were run",
+        "Methods",
+        "Run it again",
+    ]
     keep_picture(browser, "light")
 
 
@@ -569,6 +722,83 @@ def test_toggles_change_what_is_drawn(browser, page):
     slopes = np.diff(points[:, 1]) / np.diff(points[:, 0])
     np.testing.assert_allclose(slopes, slopes[0], rtol=1e-2)
     assert browser.get_log("browser") == []
+
+
+def test_a_click_sorts_by_a_column(browser, page):
+    screen(browser, 1100)
+    load(browser, page[0])
+    table = browser.find_element("css selector", "table")
+
+    def order():
+        return [th.text for th in table.find_elements("css selector", "tbody th")]
+
+    heads = {th.text: th for th in table.find_elements("css selector", "thead th")}
+    heads["accuracy"].click()
+    assert order() == ["slow", "fast"]
+    assert heads["accuracy"].get_attribute("aria-sort") == "ascending"
+    heads["accuracy"].click()
+    assert order() == ["fast", "slow"]
+    heads["loss"].click()
+    assert order() == ["fast", "slow"]
+    assert heads["accuracy"].get_attribute("aria-sort") is None
+
+
+def test_curves_can_be_zoomed_and_smoothed(browser, page):
+    from selenium.webdriver import ActionChains
+
+    screen(browser, 1100)
+    load(browser, page[0])
+    choice = browser.find_element("css selector", "#curves select")
+    browser.execute_script("arguments[0].value = 'train/loss'; arguments[0].dispatchEvent(new Event('change'))", choice)
+
+    def ticks():
+        found = browser.find_elements("css selector", "#curves .plot text[text-anchor=middle]:not(.label)")
+        return [float(tick.text) for tick in found]
+
+    whole = ticks()
+    assert whole[-1] == 40
+    plot = browser.find_element("css selector", "#curves .plot")
+    ActionChains(browser).move_to_element_with_offset(plot, -200, 0).click_and_hold().move_by_offset(
+        200, 0
+    ).release().perform()
+    assert min(ticks()) > 1
+    assert max(ticks()) < 25  # a part of the first half
+    buttons = {b.text: b for b in browser.find_elements("css selector", "#curves .controls .choices button")}
+    buttons["all"].click()
+    assert ticks() == whole
+    buttons["zoom +"].click()
+    assert max(ticks()) < 40
+    buttons["zoom −"].click()
+    assert ticks() == whole
+
+    def heights():
+        paths = browser.execute_script(
+            "return [...document.querySelectorAll('#curves .line')].map(l => l.getAttribute('d'))"
+        )
+        return np.array([float(pair.split(",")[1]) for pair in re.split("[ML]", paths[0])[1:]])
+
+    rough = heights()
+    slider = browser.find_element("css selector", "#curves input[type=range]")
+    browser.execute_script("arguments[0].value = 0.9; arguments[0].dispatchEvent(new Event('input'))", slider)
+    smooth = heights()
+    assert len(browser.find_elements("css selector", "#curves .raw")) == 2  # the values themselves stay visible
+    assert smooth[0] == pytest.approx(rough[0], abs=0.5)  # no bias towards 0
+    assert smooth[-1] < rough[-1]  # the mean of a falling curve lags behind it; y points down
+    assert browser.get_log("browser") == []
+
+
+def test_nothing_is_hidden_on_a_screen_of_1400_pixels(browser, folders, tmp_path):
+    wide = a_run(tmp_path / "a run with quite a long name", "algorithm.name=scaffold", rate=0.2, own="lower")
+    write_report(collect([*folders, wide]), tmp_path / "r.html", plots=False)
+    screen(browser, 1400)
+    load(browser, tmp_path / "r.html")
+    hidden = "return [...document.querySelectorAll('.frame')].filter(f => f.scrollWidth > f.clientWidth).length"
+    assert browser.execute_script(hidden) == 0
+    tops = "return ['legend', 'plot'].map(c => document.querySelector(`#curves .${c}`).offsetTop)"
+    assert np.diff(browser.execute_script(tops)) > 0
+    named = "return [...document.querySelectorAll('#curves .plot .label')].map(t => t.textContent)"
+    assert browser.execute_script(named) == ["round (number)", "test accuracy (higher is better)"]
+    keep_picture(browser, "wide")
 
 
 def test_light_and_dark_follow_the_system_and_the_button(browser, page):

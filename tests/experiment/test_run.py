@@ -223,7 +223,7 @@ def test_a_resume_is_the_same_run(three, tmp_path, setting, words):
     shutil.copytree(three[1], out)
     with pytest.raises(ConfigError, match=words):
         run_config(other, out, resume=True)
-    with pytest.raises(ConfigError, match=r"Only rounds and the keys of \[engine\] and \[checkpoint\] may change"):
+    with pytest.raises(ConfigError, match=r"Only rounds and the keys of \[engine\], \[checkpoint\], \[stop\] and"):
         read_config(out, [setting])
     write_config(out, other)
     with pytest.raises(CheckpointError, match=f"another run: .*{words}"):

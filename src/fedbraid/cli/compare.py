@@ -102,6 +102,8 @@ def _closing(console: Console, summary: dict[str, Any], folder: Path) -> None:
         clients = row["clients"] or {}
         cells += [f"{clients[name]:.3f}" if name in clients else "" for name in ("worst_tenth", "worst")]
         table.add_row(*cells)
+    for baseline in _baseline_rows(summary):
+        table.add_row(*baseline, style="italic")
     console.print(table)
     over = ", ".join(map(str, summary["seeds"]))
     equal = summary["protocol"].replace("-", " ")
@@ -109,6 +111,26 @@ def _closing(console: Console, summary: dict[str, Any], folder: Path) -> None:
     console.print("worst tenth: 10% of the clients score worse, each on its own test examples, with the last model.")
     if summary["tuned_on"]:
         console.print(f"Tuned on {summary['tuned_on']}; the test set was not used.")
+    for row in summary.get("baselines", ()):
+        elsewhere = row.get("everywhere")
+        more = "" if elsewhere is None else f"; on the examples of all clients its model has {elsewhere:.4f}"
+        console.print(f"[italic]{row['label']}[/]: {row['about']}{more} ({row['seconds']:.0f} s).", soft_wrap=True)
     if edges:
         console.print(f"[yellow]best at the edge of the grid, try values beyond it: {'; '.join(edges)}[/]")
     console.print(f"\nsee it: fedbraid report {folder}", soft_wrap=True)
+
+
+def _baseline_rows(summary: dict[str, Any]) -> list[list[str]]:
+    """The rows of the baselines, after an empty row: they are no methods, send nothing and are never the best."""
+    from fedbraid.cli.sweep import show
+
+    rows: list[list[str]] = []
+    for row in summary.get("baselines", ()):
+        values = ", ".join(f"{key.split('.')[-1]} {show(value)}" for key, value in (row["best"] or {}).items())
+        spread = "" if row["deviation"] is None else f" ± {row['deviation']:.2g}"
+        score = "diverged" if row["score"] is None else f"{row['score']:.4f}{spread}"
+        clients = row["clients"] or {}
+        rest = [f"{clients[name]:.3f}" if name in clients else "" for name in ("worst_tenth", "worst")]
+        target = ["", ""] if summary["target"] is not None else []
+        rows.append([row["label"], values or "every point diverged", "-", score, *target, *rest])
+    return [[], *rows] if rows else []

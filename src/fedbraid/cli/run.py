@@ -59,7 +59,8 @@ def command(
 ) -> None:
     """Train a model as a configuration says; write a run folder with metrics, checkpoints and a picture.
 
-    Exit status: 0 after all rounds, 2 for a mistake in the configuration, 3 if the run diverged, 130 if it was stopped.
+    Exit status: 0 after all rounds or if its stop section ended it, 2 for a mistake in the configuration, 3 if the run
+    diverged, 130 if it was stopped.
     """
     from fedbraid.experiment import ConfigError
     from fedbraid.simulation import hosts, use_cores
@@ -97,7 +98,7 @@ def _what(
         if config is not None or out is not None:
             raise ConfigError("--resume takes everything from the run folder: leave out CONFIG and --out")
         loaded = read_config(resume, settings)
-        return loaded, resume, finished(resume, loaded.rounds)
+        return loaded, resume, finished(resume, loaded.rounds, loaded.stop)
     loaded = load_config(config, settings)
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     # data may be the path of a store, and both may be module:attribute
@@ -110,11 +111,10 @@ def _already(console: Console, summary: RunSummary, folder: Path, output: Output
     if output.json:
         print(json_.dumps(summary.to_json()))
     if not output.quiet:
-        console.print(
-            f"the run in {folder} is finished: {summary.rounds} rounds. Train on with more: fedbraid run --resume "
-            f"{folder} --set rounds=N",
-            soft_wrap=True,
-        )
+        more = f"Train on with more: fedbraid run --resume {folder} --set rounds=N"
+        if summary.stopped:
+            more = f"It ended early: {summary.stopped}. Train on with another [stop], such as --set stop.patience=N"
+        console.print(f"the run in {folder} is finished: {summary.rounds} rounds. {more}", soft_wrap=True)
 
 
 def _train_on_hosts(console: Console, loaded: Any, folder: Path, again: bool, where: Hosts, output: Output) -> int:
@@ -154,7 +154,7 @@ def _explain(loaded: Any, json: bool) -> None:
 
 
 def _train(console: Console, loaded: Any, folder: Path, again: bool, output: Output) -> int:
-    """Run and print the results. Returns the exit status: 0 after all rounds, 3 if the run diverged."""
+    """Run and print the results. Returns the exit status: 0 if the run is finished, 3 if it diverged."""
     from fedbraid.experiment import run_config
     from fedbraid.simulation import hosts
 
@@ -301,6 +301,11 @@ def _closing(console: Console, summary: RunSummary) -> None:
     for name, value in final.items():
         if name.startswith("test_") and name != "test_accuracy" and not is_client_column(name):
             rows.append((name.replace("_", " "), f"{value:.4f}"))
+    best = summary.best
+    if best and best["round"] != summary.rounds:
+        rows.append(("best", f"{best['metric']} {best['value']:.4f} after round {best['round']}"))
+    if summary.stopped:
+        rows.append(("ended early", escape(summary.stopped)))
     if "epsilon" in final:
         rows.append(("epsilon", f"{final['epsilon']:.3g} (differential privacy per client)"))
     rows += [("picture", f"{summary.out}/curves.png"), ("run folder", summary.out)]

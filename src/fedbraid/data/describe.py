@@ -9,12 +9,12 @@ import numpy as np
 from fedbraid.data.description import Preprocess
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.data.preprocess import Pipeline
-from fedbraid.drawing import BLUE, ORANGE
+from fedbraid.drawing import BLUE, ORANGE, figure_html, table_html
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["client_label_counts", "plot_data", "summarize_data"]
+__all__ = ["client_label_counts", "data_html", "plot_data", "summarize_data"]
 
 _ROWS_FOR_LABELS = 5_000_000  # with more rows, labels are not counted: it would read too much from disk
 
@@ -144,3 +144,18 @@ def plot_data(data: FederatedData, *, max_clients: int = 400, title: str | None 
     axes.set_ylabel("train examples")
     axes.grid(alpha=0.25)
     return figure
+
+
+def data_html(data: FederatedData) -> str:
+    """A small table and a picture, for notebooks."""
+    rows = []
+    for name, split in data.splits.items():
+        sizes = split.sizes
+        each = f"{sizes.min():,} / {np.median(sizes):,.0f} / {sizes.max():,}" if len(sizes) else "-"
+        rows.append((name, f"{split.num_clients:,}", f"{split.num_examples:,}", each))
+    fields = ", ".join(f"{name} {a.dtype}{list(a.shape[1:])}" for name, a in data.train.arrays.items())
+    table = table_html(rows, [data.name, "clients", "examples", "per client: least / median / most"])
+    steps = ", ".join(str(step["name"]) for step in _steps(data.preprocess))
+    words = table_html([("fields", fields), *([("preprocessing", steps)] if steps else [])])
+    picture = figure_html(plot_data(data), f"labels and sizes of the clients of {data.name}")
+    return table + words + picture

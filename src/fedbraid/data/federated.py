@@ -17,7 +17,7 @@ from fedbraid.data.description import DataDescription, Preprocess, fields_of
 MASK = "mask"  # the field that is added to batches
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Split:
     """Examples grouped by client.
 
@@ -73,6 +73,16 @@ class Split:
     def nbytes(self) -> int:
         return sum(a.nbytes for a in self.arrays.values())
 
+    def __repr__(self) -> str:
+        """One line: clients, examples, sizes and fields."""
+        sizes = self.sizes
+        spread = f"{sizes.min():,} to {sizes.max():,} each" if len(sizes) else "no clients"
+        fields = ", ".join(f"{name} {a.dtype}{list(a.shape[1:])}" for name, a in self.arrays.items())
+        return f"Split: {self.num_clients:,} clients, {self.num_examples:,} examples ({spread}), {fields}"
+
+    def _repr_html_(self) -> str:
+        return FederatedData(self, name="split")._repr_html_()
+
     def client(self, i: int) -> dict[str, np.ndarray]:
         """Client ``i``'s own rows (views, not copies)."""
         rows = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
@@ -117,7 +127,7 @@ class Split:
 _OF_TRAIN = cast(Any, object())  # the default of FederatedData.preprocess: that of the train split
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FederatedData:
     """The data of a run: a train split, and a test split by the same or by other clients.
 
@@ -150,6 +160,16 @@ class FederatedData:
         for name, split in self.splits.items():
             if split.preprocess is not self.preprocess:
                 object.__setattr__(self, name, replace(split, preprocess=self.preprocess))
+
+    def __repr__(self) -> str:
+        """A line for the data, and one for every split."""
+        lines = [f"  {name}: {repr(split).removeprefix('Split: ')}" for name, split in self.splits.items()]
+        return "\n".join([f"FederatedData {self.name!r}", *lines])
+
+    def _repr_html_(self) -> str:
+        from fedbraid.data.describe import data_html
+
+        return data_html(self)
 
     @property
     def aligned(self) -> bool:

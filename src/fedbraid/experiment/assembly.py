@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import numpy as np
 
-import fedbraid
 from fedbraid import address, algorithms, models, transforms
 from fedbraid.algorithms.schedules import over_rounds, schedule
 from fedbraid.core import Algorithm
@@ -36,6 +35,7 @@ from fedbraid.models import build as build_model
 from fedbraid.names import Found, Names, options_of, unknown
 from fedbraid.notices import notice
 from fedbraid.simulation import arrival
+from fedbraid.version import __version__
 
 __all__ = ["Experiment", "assemble", "build", "find_parts", "from_elsewhere", "load_named"]
 
@@ -95,7 +95,7 @@ class Experiment:
         decides["metrics"] = self.config.evaluation.metrics
         decides["fields"] = {name: [list(f.shape), str(f.dtype)] for name, f in told.fields.items()}
         decides |= {"classes": told.classes, "population": told.population, "preprocess": steps_of(told)}
-        decides["version"] = fedbraid.__version__
+        decides["version"] = __version__
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -16,6 +16,7 @@ from fedbraid.experiment.compare import SUMMARY, read_drift
 from fedbraid.experiment.comparison import COMPARE
 from fedbraid.experiment.config import Config, ConfigError, dump
 from fedbraid.experiment.drift import trace_drift
+from fedbraid.experiment.live import SILENT, read_live, running, silence
 from fedbraid.experiment.summary import RunSummary
 from fedbraid.experiment.sweep import SWEEP, TRIALS
 from fedbraid.experiment.trials import Row, read_trials
@@ -71,10 +72,11 @@ class Collection(NamedTuple):
         return found
 
 
-def collect(folders: Sequence[Path], *, drift: int = 0) -> Collection:
+def collect(folders: Sequence[Path], *, drift: int = 0, live: bool = False) -> Collection:
     """Read folders of runs, sweeps and comparisons; other, incomplete and older folders are refused.
 
     drift: the number of first rounds of plain runs to run again, with every local step recorded.
+    live: read the rows so far of runs that are going on, instead of refusing them.
     """
     if not folders:
         raise ConfigError("nothing to report on: name folders of runs, sweeps or comparisons")
@@ -97,7 +99,8 @@ def collect(folders: Sequence[Path], *, drift: int = 0) -> Collection:
             )
             commands.append(f"fedbraid sweep {folder / SWEEP}")
         elif (folder / runfolder.CONFIG).is_file():
-            runs.append(_read_run(folder, folder.name, drift))
+            going_on = live and running(folder)
+            runs.append(_read_going_on(folder) if going_on else _read_run(folder, folder.name, drift))
             commands.append(f"fedbraid run {folder / runfolder.CONFIG}")
         elif not folder.exists():
             raise ConfigError(f"{folder} does not exist")
@@ -130,13 +133,18 @@ def _read_run(folder: Path, label: str, drift: int = 0) -> ReportedRun:
     if not summary.finished:
         raise ConfigError(f"the run in {folder} stopped after round {summary.rounds}; finish it: --resume {folder}")
     config = runfolder.read_config(folder)
-    if summary.rounds < config.rounds:
+    if summary.rounds < config.rounds and not summary.stopped:
         raise ConfigError(
             f"the run in {folder} is at round {summary.rounds} of {config.rounds}; finish it: --resume {folder}"
         )
     traced = trace_drift(config, load_named(config), drift) if drift else None
     table, clients = runfolder.read_metrics(folder), runfolder.read_clients(folder)
     return ReportedRun(folder, label, config, summary, table, clients, traced)
+
+
+def _read_going_on(folder: Path) -> ReportedRun:
+    summary, table = read_live(folder)
+    return ReportedRun(folder, folder.name, runfolder.read_config(folder), summary, table, {}, None)
 
 
 def _compared(folder: Path, summary: Mapping[str, Any]) -> list[ReportedRun]:
@@ -213,6 +221,16 @@ def _notices(runs: Sequence[ReportedRun], comparisons: Sequence[Mapping[str, Any
                 keys = ", ".join(method["at_edge"])
                 notices.append(f"{method['label']} is best at the edge of its grid ({keys}): try values outside it.")
     for run in runs:
+        if not run.summary.finished:
+            notices.append(_going_on(run))
         if run.summary.diverged:
             notices.append(f"{run.label}, seed {run.config.seed}, {run.summary.problem or 'diverged'}.")
     return notices
+
+
+def _going_on(run: ReportedRun) -> str:
+    what = f"{run.label} is at round {run.summary.rounds:,} of {run.config.rounds:,}."
+    quiet = silence(run.folder) if running(run.folder) else 0.0
+    if quiet < SILENT:
+        return what
+    return f"{what} It wrote nothing for {quiet:.0f} s. If it was stopped, continue it with --resume {run.folder}."

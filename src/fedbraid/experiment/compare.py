@@ -15,6 +15,7 @@ of the configuration, and a method that sends more per client has fewer clients.
     trials.parquet        every trial of every tuning, with the column ``method``
     METHOD/seed-N/        a run folder for every method and seed
     summary.json          what `fedbraid compare --json` prints
+    baselines.json        the rows "local only" and "pooled data" (see `fedbraid.experiment.baselines`)
     compare.png           the curves, and the spread over clients
 """
 
@@ -27,12 +28,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import fedbraid
 from fedbraid import files
 from fedbraid.costs import Cost, cost
-from fedbraid.data.federated import FederatedData, Split
+from fedbraid.data.federated import FederatedData
 from fedbraid.experiment import runfolder
 from fedbraid.experiment.assembly import Experiment, assemble, load_named
+from fedbraid.experiment.baselines import BASELINES, run_baseline
 from fedbraid.experiment.comparison import COMPARE, Comparison, cohorts_of, folder_name, write_comparison
 from fedbraid.experiment.config import Config, ConfigError
 from fedbraid.experiment.drift import trace_drift
@@ -47,10 +48,12 @@ from fedbraid.metric import Metric, declared_by
 from fedbraid.notices import notice
 from fedbraid.sealed import Damaged, read_sealed, seal_json
 from fedbraid.simulation.points import Points, PointsResult
+from fedbraid.version import __version__
 
 __all__ = ["run_comparison"]
 
 TRIALS, SUMMARY, PICTURE, DRIFT = "trials.parquet", "summary.json", "compare.png", "drift.json"
+BASELINE_ROWS = "baselines.json"
 PREFIX = "test_"
 UNTUNED = {"best": {}, "at_edge": [], "criterion": None, "diverged": 0, "trials": 0, "tuned_on": None}
 
@@ -93,7 +96,7 @@ def run_comparison(
 
 def _compare_in(comparison: Comparison, setup: _Setup, out: Path, on_news: Callable | None) -> dict[str, Any]:
     """Run what is missing in a folder that this process holds, and write the results."""
-    trials = Trials(out / TRIALS, {"version": fedbraid.__version__, "kind": "compare"})
+    trials = Trials(out / TRIALS, {"version": __version__, "kind": "compare"})
     table, tuned_on = [], None
     for i, method in enumerate(comparison.methods):
         tell = None if on_news is None else (lambda news, label=method.label: on_news(label, news))
@@ -102,9 +105,10 @@ def _compare_in(comparison: Comparison, setup: _Setup, out: Path, on_news: Calla
         tuned_on = tuned["tuned_on"] or tuned_on
         table.append(_method_row(comparison, setup, i, tuned, out / folder_name(method.label), tell))
     base, settings, criterion = comparison.base, comparison.settings, setup.criterion
+    baselines = _baselines(comparison, setup, out, on_news)
     summary = {
         "kind": "compare",
-        "version": fedbraid.__version__,
+        "version": __version__,
         "data": base.data.name,
         "model": base.model.name,
         "rounds": base.rounds,
@@ -116,11 +120,42 @@ def _compare_in(comparison: Comparison, setup: _Setup, out: Path, on_news: Calla
         "target": settings.target,
         "tuned_on": tuned_on,
         "methods": table,
+        "baselines": baselines,
         "out": str(out),
     }
     files.write_text(out / SUMMARY, seal_json(summary))
     _draw(out, summary, criterion.metric)
     return summary
+
+
+def _baselines(comparison: Comparison, setup: _Setup, out: Path, on_news: Callable | None) -> list[dict[str, Any]]:
+    """The rows of the baselines; those that are in the folder are not run again."""
+    metric = setup.criterion.metric
+    try:
+        rows = read_sealed(out / BASELINE_ROWS)["rows"] if (out / BASELINE_ROWS).is_file() else []
+    except Damaged as error:
+        notice(f"{error}. The baselines run again")
+        rows = []
+    for kind in comparison.settings.baselines:
+        if any(row["kind"] == kind for row in rows):
+            continue
+
+        def tell(done: float, doing: str, label: str = BASELINES[kind]) -> None:
+            if on_news is not None:
+                on_news(label, News(done, 0, 0, None, None, doing))
+
+        row = run_baseline(kind, comparison, setup.data, setup.criterion, tell)
+        if row is None:
+            continue
+        scores, columns = row.pop("scores", []), row.pop("columns", [])
+        sound = bool(scores) and bool(np.isfinite(scores).all())
+        row["scores"] = [float(score) if np.isfinite(score) else None for score in scores]
+        row["score"] = _mean(scores) if sound else None
+        row["deviation"] = float(np.std(scores, ddof=1)) if sound and len(scores) > 1 else None
+        row["clients"] = _over_clients(columns, metric) if sound else None
+        rows.append(row)
+        files.write_text(out / BASELINE_ROWS, seal_json({"rows": rows}))
+    return rows
 
 
 def _set_up(comparison: Comparison) -> _Setup:
@@ -233,7 +268,7 @@ def _finals(
                 tell(News((seed - seeds[0]) / len(seeds), 0, 0, None, None, f"testing, seed {seed}"))
             outcome = program.run([{}], seed=seed, rounds=config.rounds)
             declared = declared_by(program.base.metrics)
-            _write_run(place, with_values(config, {"seed": seed}), outcome, declared, data.test)
+            _write_run(place, with_values(config, {"seed": seed}), outcome, declared, data)
         summary = runfolder.read_summary(place)
         table, clients = runfolder.read_metrics(place), runfolder.read_clients(place)
         finals.append(Final(seed, table, clients, summary.diverged))
@@ -241,7 +276,7 @@ def _finals(
 
 
 def _write_run(
-    place: Path, config: Config, outcome: PointsResult, declared: Sequence[Metric], test: Split | None
+    place: Path, config: Config, outcome: PointsResult, declared: Sequence[Metric], data: FederatedData
 ) -> None:
     """Write the run folder of an outcome with one point."""
     place.mkdir(parents=True, exist_ok=True)
@@ -252,13 +287,15 @@ def _write_run(
     table = runfolder.columns(history, evaluations, outcome.rounds)
     table["seconds"] = np.interp(table["round"], [0, *at], [0.0, *outcome.seconds])
     runfolder.write_metrics(place, table)
-    runfolder.write_clients(place, {name: column[0] for name, column in outcome.clients.items()}, test)
+    runfolder.write_clients(place, {name: column[0] for name, column in outcome.clients.items()}, data.test)
     summary = summarize_run(
         config,
         table,
         evaluations,
         seconds=float(outcome.seconds[-1]),
         declared=declared,
+        clients=data.train.num_clients,
+        partition=data.info.get("partition"),
         diverged=bool(outcome.diverged[0]),
         out=str(place),
     )
@@ -285,7 +322,7 @@ def _statistics(finals: Sequence[Final], criterion: Criterion) -> dict[str, Any]
         "rounds_to_target": None if None in rounds_to else _mean(rounds_to),
         "bytes_to_target": None if None in bytes_to else _mean(bytes_to),
         "reached": sum(r is not None for r in rounds_to),
-        "clients": _over_clients(finals, criterion.metric),
+        "clients": _over_clients([final.clients.get(criterion.metric.name) for final in finals], criterion.metric),
         "seconds": _mean([final.table["seconds"][-1] for final in finals]),
         "bytes": _mean([final.table["bytes_down"][-1] + final.table["bytes_up"][-1] for final in finals]),
     }
@@ -295,9 +332,8 @@ def _mean(values: Sequence[Any]) -> float:
     return float(np.mean(values))
 
 
-def _over_clients(finals: Sequence[Final], metric: Metric) -> dict[str, float] | None:
-    """Quantiles over clients, from worst to best; means over the seeds."""
-    columns = [final.clients.get(metric.name) for final in finals]
+def _over_clients(columns: Sequence[np.ndarray | None], metric: Metric) -> dict[str, float] | None:
+    """Quantiles over clients, from worst to best; means over the seeds. columns: each client's value, by seed."""
     if any(column is None for column in columns):
         return None
     sign, found = metric.sign, {}

@@ -60,6 +60,7 @@ class CompareSettings(BaseModel):
     last: Annotated[int, Field(ge=1)] = 100
     target: float | None = None
     drift: Annotated[int, Field(ge=0)] = 2  # rounds whose local steps are recorded; 0: none
+    baselines: tuple[Literal["local", "pooled"], ...] = ("local", "pooled")  # rows beside the methods; see `baselines`
 
 
 class Comparison(NamedTuple):

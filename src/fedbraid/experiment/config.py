@@ -92,7 +92,30 @@ class Evaluation(_Section):
 
 
 class Checkpoint(_Section):
+    """``best``: also keep the parameters of the best evaluation, by the metric of [stop]."""
+
     every: Annotated[int, Field(ge=1)] = 50
+    best: bool = True
+
+
+class Stop(_Section):
+    """When a run ends before its last round, by an evaluated metric (default: the accuracy, else the loss).
+
+    target: end when the metric reaches this value and keeps it: an evaluation is at the target or better, and so is the
+        mean of that evaluation and the ``keep - 1`` evaluations after it.
+    patience: end when the best value is this many evaluations old.
+    """
+
+    metric: str | None = None
+    target: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    keep: Annotated[int, Field(ge=1)] = 5
+    patience: Annotated[int, Field(ge=1)] | None = None
+
+
+class Track(_Section):
+    """Where the numbers of a run are sent while it runs: tensorboard:FOLDER, mlflow:URI or wandb:PROJECT."""
+
+    to: tuple[str, ...] = ()
 
 
 class Config(_Section):
@@ -114,6 +137,8 @@ class Config(_Section):
     evaluation: Evaluation = Evaluation()
     engine: EngineOptions = EngineOptions()
     checkpoint: Checkpoint = Checkpoint()
+    stop: Stop = Stop()
+    track: Track = Track()
     modules: str | None = None
 
 
@@ -185,7 +210,7 @@ def _refuse_truth_values(tree: Mapping[str, Any], model: type[BaseModel], sectio
                 raise ConfigError(_not_a_truth_value(f"{section}{key}.{words[0]}", value[words[0]]))
         elif isinstance(value, Mapping) and isinstance(kind, type) and issubclass(kind, _Section):
             _refuse_truth_values(value, kind, f"{section}{key}.")
-        elif isinstance(value, bool):
+        elif isinstance(value, bool) and kind is not bool:
             raise ConfigError(_not_a_truth_value(f"{section}{key}", value))
 
 

@@ -34,6 +34,8 @@ FIXED = {
     "engine": "it does not change results",
     "checkpoint": "it does not change results",
     "evaluation": "it does not change results",
+    "stop": "all points run the same number of rounds, so that they can be compared",
+    "track": "it does not change results",
 }
 
 

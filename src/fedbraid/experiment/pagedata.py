@@ -43,6 +43,12 @@ def page_data(found: Collection) -> dict[str, Any]:
             for t in found.tunings
         ],
         "drift": drifts_of(groups),
+        "baselines": [
+            _rounded({"label": row["label"], "metric": summary["metric"], "value": row["score"]})
+            for summary in found.comparisons
+            for row in summary.get("baselines", ())
+            if row.get("score") is not None
+        ],
     }
 
 

@@ -13,14 +13,14 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-import fedbraid
 from fedbraid import files
 from fedbraid.experiment.citations import citation
-from fedbraid.experiment.collect import Collection
+from fedbraid.experiment.collect import Collection, ReportedRun
+from fedbraid.experiment.columns import explain, explain_metric
 from fedbraid.experiment.config import ConfigError, dump
 from fedbraid.experiment.differences import config_difference
 from fedbraid.experiment.figures import draw_clients, draw_curves, draw_drift, save
@@ -29,12 +29,18 @@ from fedbraid.experiment.trials import judged_by
 from fedbraid.experiment.tuningplot import draw_tuning
 from fedbraid.metric import MEAN, Metric, is_client_column
 from fedbraid.units import format_bytes
+from fedbraid.version import __version__
 
 __all__ = ["write_report"]
 
 
-def write_report(found: Collection, out: Path, *, title: str | None = None, plots: bool = True) -> dict[str, Any]:
-    """Write the page to ``out`` and every plot as PNG and PDF into a folder next to it; returns what was written."""
+def write_report(
+    found: Collection, out: Path, *, title: str | None = None, plots: bool = True, refresh: int | None = None
+) -> dict[str, Any]:
+    """Write the page to ``out`` and every plot as PNG and PDF into a folder next to it; returns what was written.
+
+    refresh: seconds after which a browser reads the file again, for a page that follows a run.
+    """
     if out.is_dir():
         raise ConfigError(f"{out} is a folder: name an HTML file, such as {out / 'report.html'}")
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -43,11 +49,13 @@ def write_report(found: Collection, out: Path, *, title: str | None = None, plot
         "TITLE": html.escape(heading),
         "SUBTITLE": html.escape(_subtitle(found)),
         "NOTICES": "".join(f"<li>{html.escape(notice)}</li>" for notice in found.notices),
+        "REFRESH": "" if refresh is None else f'<meta http-equiv="refresh" content="{refresh}">',
         "RESULTS": _results(found),
+        "SETUP": _setup(found),
         "DIFFERENCE": _difference(found),
         "METHODS": _methods(found),
         "AGAIN": _again(found),
-        "VERSION": html.escape(fedbraid.__version__),
+        "VERSION": html.escape(__version__),
         "STYLE": _asset("page.css"),
         "SCRIPT": _asset("page.js"),
         # a "</script>" inside a string would end the element
@@ -93,34 +101,63 @@ def _subtitle(found: Collection) -> str:
     return " · ".join(parts)
 
 
+class Cell(NamedTuple):
+    """The text of a cell, and the number by which its column is sorted."""
+
+    text: str
+    value: float | None = None
+
+
 def _cell(value: Any, *, best: bool = False) -> str:
-    text = html.escape(str(value))
-    return f"<td><strong>{text}</strong></td>" if best else f"<td>{text}</td>"
+    text = html.escape(value.text if isinstance(value, Cell) else str(value))
+    number = value.value if isinstance(value, Cell) else None
+    sort = "" if number is None or not np.isfinite(number) else f' data-value="{number:.9g}"'
+    return (
+        f'<td{sort}><strong title="the best of this column">{text}</strong></td>' if best else f"<td{sort}>{text}</td>"
+    )
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], best: Mapping[int, Sequence[int]] | None = None) -> str:
+def _table(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[Any]],
+    best: Mapping[int, Sequence[int]] | None = None,
+    *,
+    about: Mapping[str, str] | None = None,
+    apart: Sequence[Sequence[Any]] = (),
+) -> str:
     """A table whose first column names its rows; on a narrow screen it scrolls inside its frame.
 
-    best: by column, the rows whose cell is the best of that column.
+    best: by column, the rows whose cell is the best of that column. about: explanations of columns by their heads,
+    besides those of `columns.COLUMNS`. apart: rows after the others, set apart from them.
     """
-    marked = best or {}
-    head = "".join(f'<th scope="col">{html.escape(h)}</th>' for h in heads)
-    body = "".join(
-        f'<tr><th scope="row">{html.escape(str(row[0]))}</th>'
-        + "".join(_cell(value, best=i in marked.get(j, ())) for j, value in enumerate(row[1:], 1))
-        + "</tr>"
-        for i, row in enumerate(rows)
-    )
-    return f'<div class="frame"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    marked, texts = best or {}, about or {}
+
+    def head(name: str) -> str:
+        text = texts.get(name) or explain(name)
+        return f'<th scope="col" title="{html.escape(text)}">{html.escape(name)}</th>'
+
+    def row(i: int, cells: Sequence[Any], marked: Mapping[int, Sequence[int]]) -> str:
+        return (
+            f'<tr><th scope="row">{html.escape(str(cells[0]))}</th>'
+            + "".join(_cell(value, best=i in marked.get(j, ())) for j, value in enumerate(cells[1:], 1))
+            + "</tr>"
+        )
+
+    body = "".join(row(i, cells, marked) for i, cells in enumerate(rows))
+    last = "".join(row(i, cells, {}) for i, cells in enumerate(apart))
+    last = f'<tbody class="apart">{last}</tbody>' if last else ""
+    heading = "".join(map(head, heads))
+    return f'<div class="frame"><table><thead><tr>{heading}</tr></thead><tbody>{body}</tbody>{last}</table></div>'
 
 
-def _amount(count: float | None) -> str:
-    return "–" if count is None else format_bytes(count)
+def _amount(count: float | None) -> Cell:
+    return Cell("–") if count is None else Cell(format_bytes(count), count)
 
 
-def _spread(values: Sequence[float]) -> str:
+def _spread(values: Sequence[float]) -> Cell:
     mean = f"{np.mean(values):.4f}"
-    return mean if len(values) < 2 else f"{mean} ± {np.std(values, ddof=1):.4f}"
+    text = mean if len(values) < 2 else f"{mean} ± {np.std(values, ddof=1):.4f}"
+    return Cell(text, float(np.mean(values)))
 
 
 def _best_rows(values: Sequence[float | None], metric: Metric) -> list[int]:
@@ -159,10 +196,49 @@ def _runs_table(found: Collection) -> str:
         sent = float(np.mean([sum(run.summary.bytes.values()) for run in own]))
         seconds = np.mean([run.summary.seconds for run in own])
         cells = ["–" if one is None else _spread(one) for one in scores]
-        rows.append([label, own[0].config.algorithm.name, len(own), *cells, _amount(sent), f"{seconds:.1f} s"])
+        took = Cell(f"{seconds:.1f} s", float(seconds))
+        rows.append([label, own[0].config.algorithm.name, len(own), *cells, _amount(sent), took])
     best = {3 + j: _best_rows([row[j] for row in means], found.metric(name)) for j, name in enumerate(shown)}
-    heads = ["run", "algorithm", "seeds", *(n.removeprefix("test_").replace("_", " ") for n in shown), "sent", "time"]
-    return _table(heads, rows, best)
+    names = [n.removeprefix("test_").replace("_", " ") for n in shown]
+    about = {head: explain_metric(n, found.metric(n)) for head, n in zip(names, shown, strict=True)}
+    return _table(["run", "algorithm", "seeds", *names, "sent", "time"], rows, best, about=about)
+
+
+def _setup(found: Collection) -> str:
+    """Clients, partition, date, hardware and versions of the runs, one row per label."""
+    if not found.runs:
+        return '<p class="note">No runs here, only tuning.</p>'
+    heads = ["run", "data", "clients", "cohort", "partition", "model", "rounds", "date", "hardware", "versions"]
+    return _table(heads, [_setup_cells(label, own) for label, own in found.groups.items()])
+
+
+def _setup_cells(label: str, own: Sequence[ReportedRun]) -> list[Any]:
+    config, machine, options = own[0].config, own[0].summary.machine, own[0].config.data.options
+    clients = machine.get("clients", options.get("clients"))
+    split = machine.get("partition") or options.get("partition") or "clients of the data"
+    model = ", ".join([config.model.name, *(f"{k} {json.dumps(v)}" for k, v in config.model.options.items())])
+    dates = sorted(str(run.summary.machine["date"]) for run in own if "date" in run.summary.machine)
+    told = sorted({_hardware(run.summary.machine) for run in own})
+    versions = sorted({f"fedbraid {run.summary.version}, jax {run.summary.machine.get('jax', '?')}" for run in own})
+    return [
+        label,
+        config.data.name,
+        "–" if clients is None else clients,
+        config.cohort,
+        split,
+        model,
+        config.rounds,
+        dates[-1].replace("T", " ").removesuffix("+00:00") if dates else "–",
+        "; ".join(told),
+        "; ".join(versions),
+    ]
+
+
+def _hardware(machine: Mapping[str, Any]) -> str:
+    if "hardware" not in machine:
+        return "–"  # an older version of fedbraid
+    devices, cores = machine.get("devices", 1), machine.get("cores", "?")
+    return f"{machine['hardware']}, {devices} device{'s' if devices != 1 else ''}, {cores} cores"
 
 
 def _comparison_table(summary: Mapping[str, Any]) -> str:
@@ -182,30 +258,61 @@ def _comparison_table(summary: Mapping[str, Any]) -> str:
     )
     if summary["tuned_on"]:
         about += f" Tuned on {summary['tuned_on']}, without the test set."
-    return _table(heads, rows, best) + f'<p class="note">{html.escape(about)}</p>'
+    baselines = summary.get("baselines", ())
+    notes = [about, *(_baseline_note(row) for row in baselines)]
+    texts = {heads[1]: explain_metric(str(summary["metric"]), judged_by(summary))} if summary["metric"] else {}
+    apart = [_baseline_cells(row, summary) for row in baselines]
+    table = _table(heads, rows, best, about=texts, apart=apart)
+    return table + "".join(f'<p class="note">{html.escape(note)}</p>' for note in notes)
+
+
+def _baseline_note(row: Mapping[str, Any]) -> str:
+    everywhere = row.get("everywhere")
+    more = "" if everywhere is None else f"; on the test examples of all clients its model has {everywhere:.4f}"
+    return f"{row['label'].capitalize()}: {row['about']}{more}. It took {row['seconds']:.0f} s."
+
+
+def _baseline_cells(row: Mapping[str, Any], summary: Mapping[str, Any]) -> list[Any]:
+    """A baseline's row of the table of a comparison: it sends nothing, and has no clients a round."""
+    cells = [row["label"], _score(row), _tuned_to(row), "–", "0"]
+    cells += ["–", "–"] if summary["target"] is not None else []
+    return [*cells, *_of_clients(row), _amount(0), f"{row['trials_diverged']} of {row['trials']}"]
 
 
 def _method_cells(row: Mapping[str, Any], summary: Mapping[str, Any]) -> list[Any]:
     """A method's row of the table of a comparison."""
+    cells: list[Any] = [row["label"], _score(row), _tuned_to(row), row["cohort"]]
+    cells.append(f"{row['bytes_per_client']['models']:.3g}")
+    if summary["target"] is not None:
+        rounds = row.get("rounds_to_target")
+        never = f"{row.get('reached', 0)} of {len(summary['seeds'])} seeds"
+        cells += [never if rounds is None else Cell(f"{rounds:.0f}", rounds), _amount(row.get("bytes_to_target"))]
+    return [*cells, *_of_clients(row), _amount(row.get("bytes")), f"{row['trials_diverged']} of {row['trials']}"]
+
+
+def _score(row: Mapping[str, Any]) -> Cell:
+    if row["best"] is None or row.get("score") is None:
+        return Cell("diverged")
+    return Cell(
+        f"{row['score']:.4f}" + ("" if row["deviation"] is None else f" ± {row['deviation']:.4f}"), row["score"]
+    )
+
+
+def _tuned_to(row: Mapping[str, Any]) -> str:
     values = [
         f"{key.removeprefix('algorithm.')} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
         for key, value in (row["best"] or {}).items()
     ]
-    cells: list[Any] = [row["label"]]
-    if row["best"] is None or row.get("score") is None:
-        cells.append("diverged")
-    else:
-        cells.append(f"{row['score']:.4f}" + ("" if row["deviation"] is None else f" ± {row['deviation']:.4f}"))
-    cells += [", ".join(values) or "–", row["cohort"], f"{row['bytes_per_client']['models']:.3g}"]
-    if summary["target"] is not None:
-        rounds = row.get("rounds_to_target")
-        never = f"{row.get('reached', 0)} of {len(summary['seeds'])} seeds"
-        cells += [never if rounds is None else f"{rounds:.0f}", _amount(row.get("bytes_to_target"))]
+    return ", ".join(values) or "–"
+
+
+def _of_clients(row: Mapping[str, Any]) -> list[str]:
     clients = row.get("clients") or {}
+    cells = []
     for name, before in (("worst_tenth", "p10"), ("median", "p50"), ("worst", "worst")):  # `before`: older versions
         value = clients.get(name, clients.get(before))
         cells.append("–" if value is None else f"{value:.3f}")
-    return [*cells, _amount(row.get("bytes")), f"{row['trials_diverged']} of {row['trials']}"]
+    return cells
 
 
 def _difference(found: Collection) -> str:
@@ -215,7 +322,9 @@ def _difference(found: Collection) -> str:
     rows = config_difference({label: own[0].config for label, own in groups.items()})
     if not rows:
         return '<p class="note">The configurations are the same.</p>'
-    return _table(["key", *groups], [[key, *("default" if v is None else v for v in values)] for key, values in rows])
+    about = {label: f"The value of {label}." for label in groups}
+    rows = [[key, *("default" if v is None else v for v in values)] for key, values in rows]
+    return _table(["key", *groups], rows, about=about)
 
 
 def _methods(found: Collection) -> str:

@@ -10,12 +10,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedbraid.experiment import runfolder
+from fedbraid.experiment import live, runfolder
 from fedbraid.experiment.assembly import Experiment, build
 from fedbraid.experiment.config import Config, dump
 from fedbraid.experiment.divergence import divergence
 from fedbraid.experiment.figures import draw_run, save
+from fedbraid.experiment.judging import best_evaluation, judge_of, metric_of, why_stopped
+from fedbraid.experiment.params import PARAMS, params_sha256, write_params
 from fedbraid.experiment.summary import RunSummary, summarize_run
+from fedbraid.experiment.track import check_sinks, tracking
+from fedbraid.metric import Metric
 from fedbraid.simulation import Checkpoints, Progress, Result, hosts, simulate
 from fedbraid.simulation.evaluate import evaluator
 from fedbraid.transforms.accounting import epsilon_by_round, is_private
@@ -34,36 +38,49 @@ def run_config(
     """Run ``config``, write the run folder, and return its summary.
 
     The folder must be new, or with ``resume`` that of a run with this configuration; only rounds (which may grow) and
-    the keys of engine and checkpoint may differ. ``on_progress`` may return True to stop; the summary's ``finished`` is
-    then false and the run can be resumed. On several hosts every host calls this function with the same arguments, and
-    the first one writes. While it runs, no other process can write to the folder.
+    the keys of engine, checkpoint, stop and track may differ. ``on_progress`` may return True to stop; the summary's
+    ``finished`` is then false and the run can be resumed. On several hosts every host calls this function with the same
+    arguments, and the first one writes. While it runs, no other process can write to the folder.
     """
     experiment = build(config)  # errors in the configuration are found before a folder is made
+    metric = metric_of(experiment)
+    check_sinks(config.track.to)
     hosts.same(f"{dump(config)} {experiment.data.train.num_examples}", "configurations or data")
     if not resume and out.is_dir():
         hosts.first_alone(lambda: runfolder.check_free(out))
     with runfolder.held(out):
         prepare = runfolder.continue_with if resume else runfolder.create
         hosts.first_alone(lambda: prepare(out, config))
-        return _run(experiment, out, resume, on_built, on_progress)
+        return _run(experiment, metric, out, resume, on_built, on_progress)
 
 
 def _run(
-    experiment: Experiment, out: Path, resume: bool, on_built: Callable | None, on_progress: Callable | None
+    experiment: Experiment,
+    metric: Metric | None,
+    out: Path,
+    resume: bool,
+    on_built: Callable | None,
+    on_progress: Callable | None,
 ) -> RunSummary:
-    """Run an experiment in its folder, which this process holds."""
+    """Run an experiment in its folder, which this process holds. ``metric``: by which it is judged."""
     config = experiment.config
     if on_built is not None:
         on_built(experiment)
     stamps: list[tuple[int, float]] = []
+    record = live.recorder(out, experiment)
 
-    def watched(now: Progress) -> bool | None:
-        stamps.append((now.round, now.seconds))
-        return None if on_progress is None else on_progress(now)
+    with tracking(config, out) as send:
 
-    began = time.perf_counter()
-    result = _simulate(experiment, out / runfolder.CHECKPOINTS, resume, watched)
-    seconds = time.perf_counter() - began
+        def watched(now: Progress) -> bool | None:
+            stamps.append((now.round, now.seconds))
+            record(now)
+            send(now)
+            return None if on_progress is None else on_progress(now)
+
+        began = time.perf_counter()
+        result = _simulate(experiment, metric, out, resume, watched)
+        seconds = time.perf_counter() - began
+    stopped = "" if metric is None else why_stopped(config.stop, metric, result.evaluations)
     table = _table(experiment, result, stamps)
     scores = None if experiment.data.test is None else evaluator(experiment.metrics, experiment.data.test)
     start = None if scores is None else scores.summary(experiment.params)
@@ -74,21 +91,28 @@ def _run(
         result.evaluations,
         seconds=seconds,
         declared=experiment.metrics.declared,
-        finished=result.info.stopped_at == config.rounds,
+        clients=experiment.data.train.num_clients,
+        partition=experiment.data.info.get("partition"),
+        finished=result.info.stopped_at == config.rounds or bool(stopped),
+        stopped="" if result.info.stopped_at == config.rounds else stopped,
+        best={} if metric is None else best_evaluation(metric, result.evaluations),
         diverged=bool(problem),
         problem=problem,
         engine=_engine(result),
-        params_sha256=runfolder.params_sha256(result.params),
+        params_sha256=params_sha256(result.params),
         out=str(out),
     )
     if hosts.is_first():
         clients = None if scores is None else scores.by_client(result.params)
+        write_params(out / PARAMS, result.params, round=summary.rounds, description=experiment.description)
         _write(out, experiment, clients, table, summary)
     return summary
 
 
-def _simulate(experiment: Experiment, saved: Path, resume: bool, on_progress: Callable) -> Result:
+def _simulate(experiment: Experiment, metric: Metric | None, out: Path, resume: bool, on_progress: Callable) -> Result:
     config = experiment.config
+    judge = None if metric is None else judge_of(experiment, metric, out)
+    saved = out / runfolder.CHECKPOINTS
     result = simulate(
         experiment.algorithm,
         experiment.params,
@@ -100,7 +124,7 @@ def _simulate(experiment: Experiment, saved: Path, resume: bool, on_progress: Ca
         eval_every=config.evaluation.every,
         arrival=experiment.arrival,
         engine=config.engine,
-        checkpoints=Checkpoints(saved, config.checkpoint.every, resume, runfolder.determining(config)),
+        checkpoints=Checkpoints(saved, config.checkpoint.every, resume, runfolder.determining(config), judge),
         on_progress=on_progress,
     )
     jax.block_until_ready(result.params)
@@ -161,3 +185,4 @@ def _write(
     title = f"{what}: {config.model.name}, cohort {config.cohort}, seed {config.seed}"
     save(draw_run(table, title), out / runfolder.CURVES)
     runfolder.write_summary(out, summary)
+    live.forget(out)

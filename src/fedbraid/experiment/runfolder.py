@@ -4,6 +4,8 @@ config.toml       every key; `fedbraid run config.toml` repeats the run
 metrics.parquet   one row per round; evaluated columns are empty in rounds that were not evaluated
 clients.parquet   one row per client of the test split: its id, number of examples, and metrics under the last model
 checkpoints/      see fedbraid.simulation.checkpoint
+params.safetensors  the parameters after the last round, see fedbraid.experiment.params
+best.safetensors  the parameters of the best evaluation
 curves.png        loss and accuracy
 summary.json      a `RunSummary`, as `fedbraid run --json` prints it
 .lock             while a process writes to the folder
@@ -14,18 +16,17 @@ Every file is replaced as a whole and holds its own checksum. One process at a t
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from fedbraid import files
 from fedbraid.data import Split
-from fedbraid.experiment.config import Config, ConfigError, dump, load_config
+from fedbraid.experiment.config import Config, ConfigError, Stop, dump, load_config
 from fedbraid.experiment.differences import flat
+from fedbraid.experiment.params import PARAMS, params_sha256, read_params
 from fedbraid.experiment.summary import RunSummary, current_name
 from fedbraid.notices import notice
 from fedbraid.sealed import Damaged, Unsealed, read_sealed, seal_json, seal_lines, table_sha256, unseal_lines
@@ -41,7 +42,6 @@ __all__ = [
     "drop_partial",
     "finished",
     "held",
-    "params_sha256",
     "read_clients",
     "read_config",
     "read_metrics",
@@ -66,7 +66,7 @@ CONFIG, METRICS, CLIENTS, CHECKPOINTS, CURVES, SUMMARY, LOCK = (
     ".lock",
 )
 CHECKSUM = b"fedbraid_sha256"  # key in the metadata of a Parquet file
-MAY_CHANGE = ("engine", "checkpoint", "rounds")  # keys that a resumed run may change; its rounds may only grow
+MAY_CHANGE = ("engine", "checkpoint", "rounds", "stop", "track")  # by a resumed run; its rounds may only grow
 
 
 @contextlib.contextmanager
@@ -117,7 +117,7 @@ def read_config(folder: Path, settings: Sequence[str] = ()) -> Config:
         if setting.partition("=")[0].strip().split(".")[0] not in MAY_CHANGE:
             raise ConfigError(
                 f"--set {setting}: a run that is resumed keeps its configuration. Only rounds and the keys of "
-                "[engine] and [checkpoint] may change; start a new run for other values"
+                "[engine], [checkpoint], [stop] and [track] may change; start a new run for other values"
             )
     return load_config(folder / CONFIG, settings)
 
@@ -165,12 +165,16 @@ def continue_with(folder: Path, config: Config) -> None:
         raise ConfigError(f"the run in {folder} has another configuration: {apart}; start a new run for other values")
     if config.rounds < stored.rounds:
         raise ConfigError(f"rounds = {config.rounds}: the run in {folder} has {stored.rounds}; they may only grow")
-    if config.rounds > stored.rounds:
-        write_config(folder, stored.model_copy(update={"rounds": config.rounds}))
+    kept = stored.model_copy(update={"rounds": config.rounds, "stop": config.stop, "track": config.track})
+    if kept != stored:
+        write_config(folder, kept)
 
 
-def finished(folder: Path, rounds: int) -> RunSummary | None:
-    """The summary of a run that has finished at least ``rounds`` rounds, with all its files intact; else None."""
+def finished(folder: Path, rounds: int, stop: Stop | None = None) -> RunSummary | None:
+    """The summary of a run that has finished at least ``rounds`` rounds, with all its files intact; else None.
+
+    A run that its [stop] ended earlier is finished, unless ``stop`` differs from that section of its configuration.
+    """
     if not (folder / SUMMARY).is_file():
         return None
     try:
@@ -179,10 +183,15 @@ def finished(folder: Path, rounds: int) -> RunSummary | None:
         tested = any(name.startswith("test_") for name in summary.final)
         if tested and not summary.deployed and not read_clients(folder):
             raise ConfigError(f"{folder} has no {CLIENTS}")
+        if summary.params_sha256 is not None:
+            stored = params_sha256(list(read_params(folder / PARAMS).arrays.values()))
+            if stored != summary.params_sha256:
+                raise ConfigError(f"{folder / PARAMS} is of another round than {SUMMARY}")
     except ConfigError as error:
         notice(f"{error}. The files of this run are written again")
         return None
-    return summary if summary.finished and summary.rounds >= rounds else None
+    early = bool(summary.stopped) and (stop is None or stop == read_config(folder).stop)
+    return summary if summary.finished and (summary.rounds >= rounds or early) else None
 
 
 def reopen(folder: Path) -> Config:
@@ -285,11 +294,3 @@ def read_summary(folder: Path) -> RunSummary:
 
 def write_summary(folder: Path, summary: RunSummary) -> None:
     files.write_text(folder / SUMMARY, seal_json(summary.to_json()))
-
-
-def params_sha256(params: Any) -> str:
-    """A hash of the bytes of the parameters in tree order."""
-    digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(params):
-        digest.update(np.ascontiguousarray(np.asarray(leaf)).tobytes())
-    return digest.hexdigest()

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import fedbraid
 from fedbraid import files
 from fedbraid.experiment.config import Config, ConfigError, dump, parse, read_tree
 from fedbraid.experiment.figures import save
@@ -30,6 +29,7 @@ from fedbraid.experiment.trials import Trials
 from fedbraid.experiment.tuning import News, tune
 from fedbraid.experiment.tuningplot import draw_tuning
 from fedbraid.sealed import seal_json, seal_lines
+from fedbraid.version import __version__
 
 __all__ = ["load_sweep", "reopen_sweep", "run_sweep", "write_sweep"]
 
@@ -61,7 +61,7 @@ def _text(config: Config, settings: SweepSettings) -> str:
 
 def about(settings: SweepSettings) -> dict[str, Any]:
     """The metadata of a file of trials."""
-    return {"version": fedbraid.__version__, "kind": "sweep", "keys": list(settings.over)}
+    return {"version": __version__, "kind": "sweep", "keys": list(settings.over)}
 
 
 def check_folder(out: Path) -> None:
@@ -105,7 +105,7 @@ def sweep_in(lab: Lab, out: Path, on_news: Callable[[News], Any] | None = None) 
     found = tune(lab, trials, on_news=on_news)
     summary = {
         "kind": "sweep",
-        "version": fedbraid.__version__,
+        "version": __version__,
         "algorithm": config.algorithm.name,
         "data": config.data.name,
         "model": config.model.name,

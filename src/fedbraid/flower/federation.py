@@ -14,7 +14,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from flwr.app import Context
 from flwr.clientapp import ClientApp
@@ -23,9 +22,9 @@ from flwr.serverapp import Grid, ServerApp
 from fedbraid.data.catalog import load as load_data_set
 from fedbraid.data.description import DataDescription
 from fedbraid.data.federated import FederatedData
-from fedbraid.data.preprocess import pipeline
-from fedbraid.experiment.assembly import Experiment, assemble, steps_of
+from fedbraid.experiment.assembly import Experiment, assemble
 from fedbraid.experiment.config import Config, ConfigError, load_config
+from fedbraid.experiment.described import read_description, written_description
 from fedbraid.flower.client import LoadData, LoadTest, client_app
 from fedbraid.flower.identity import Schema
 from fedbraid.flower.policy import Policy
@@ -114,32 +113,6 @@ class Federation:
 # --- the file -------------------------------------------------------------------------------------------------------
 
 
-def written_description(description: DataDescription) -> dict[str, Any]:
-    """A data description as plain values: three sections of ``federation.toml``."""
-    fields = {
-        name: {"shape": list(field.shape), "dtype": jax.dtypes.canonicalize_dtype(field.dtype).name}
-        for name, field in description.fields.items()
-    }
-    about: dict[str, Any] = {"population": description.population}
-    if description.classes is not None:
-        about["classes"] = description.classes
-    return {"federation": about, "schema": fields, "preprocess": steps_of(description)}
-
-
-def _read_description(about: Mapping[str, Any], name: str) -> DataDescription:
-    """The inverse of `written_description`."""
-    federation = about["federation"]
-    return DataDescription(
-        fields={
-            name: jax.ShapeDtypeStruct(tuple(field["shape"]), field["dtype"]) for name, field in about["schema"].items()
-        },
-        population=federation["population"],
-        classes=federation.get("classes"),
-        preprocess=pipeline(about.get("preprocess")),
-        name=name,
-    )
-
-
 def evaluating_clients(value: Any, population: int) -> int:
     """The number of clients that evaluate, from ``evaluate_clients`` of ``federation.toml``, checked."""
     if value == "all":
@@ -158,7 +131,7 @@ def load_federation(folder: Path) -> Federation:
     try:
         about = tomllib.loads(place.read_text(encoding="utf-8"))
         config = load_config(folder / EXPERIMENT)
-        description = _read_description(about, config.data.name)
+        description = read_description(about, config.data.name)
         policy = Policy(**about["policy"])
         federation = about["federation"]
     except OSError as error:
@@ -266,7 +239,15 @@ def federation_server_app(federation: Federation) -> ServerApp:
         if score and not federation.evaluate_clients:
             clients = score.by_client(served.params)
         declared, finished = experiment.metrics.declared, served.rounds == rounds
-        summary = write_run(out, config, served, finished=finished, clients=clients, declared=declared)
+        summary = write_run(
+            out,
+            config,
+            served,
+            finished=finished,
+            clients=clients,
+            declared=declared,
+            description=federation.description,
+        )
         spent = f", epsilon {summary.final['epsilon']:.3g}" if "epsilon" in summary.final else ""
         _say(f"done: {summary.rounds} rounds in {summary.seconds:.1f} s{spent}, written to {out}")
 

@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from fedbraid.data.description import DataDescription
 from fedbraid.experiment import runfolder
-from fedbraid.experiment.config import Config
+from fedbraid.experiment.config import Config, Stop
 from fedbraid.experiment.divergence import divergence
 from fedbraid.experiment.figures import draw_run, save
+from fedbraid.experiment.params import PARAMS, params_sha256, write_params
 from fedbraid.experiment.summary import RunSummary, summarize_run
 from fedbraid.flower.server import Served
 from fedbraid.metric import Metric
+from fedbraid.notices import notice
 
 __all__ = ["open_folder", "write_run"]
 
@@ -25,6 +28,9 @@ def open_folder(out: Path, config: Config) -> Path:
         runfolder.reopen(out)
     else:
         runfolder.create(out, config)
+    for section, given in (("stop", config.stop != Stop()), ("track", bool(config.track.to))):
+        if given:
+            notice(f"the section [{section}] of the configuration is for simulated runs: a deployed run ignores it")
     return out / runfolder.CHECKPOINTS
 
 
@@ -36,11 +42,13 @@ def write_run(
     finished: bool,
     clients: Mapping[str, Any] | None = None,
     declared: Sequence[Metric] = (),
+    description: DataDescription | None = None,
 ) -> RunSummary:
     """Write metrics, picture and summary as a simulated run does; returns the summary.
 
     clients: each test client's own metrics with the last model.
     declared: the metrics that the evaluating function declares (see `fedbraid.metric`).
+    description: of the data, stored beside the parameters, so that the model can be built again without the data.
     """
     table = runfolder.columns(served.history, served.evaluations, served.rounds)
     table["seconds"] = np.cumsum(table["seconds"])  # since the start, at the end of every round
@@ -57,12 +65,14 @@ def write_run(
         served.evaluations,
         seconds=float(table["seconds"][-1]),  # of all rounds, also of those before a restart
         declared=declared,
+        clients=len(served.nodes),
         finished=finished,
         diverged=bool(problem),
         problem=problem,
         engine={"plan": "flower", "clients": len(served.nodes), "counts": served.counts, "secure": served.secure},
-        params_sha256=runfolder.params_sha256(served.params),
+        params_sha256=params_sha256(served.params),
         out=str(out),
     )
+    write_params(out / PARAMS, served.params, round=served.rounds, description=description)
     runfolder.write_summary(out, summary)
     return summary

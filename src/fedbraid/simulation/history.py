@@ -73,6 +73,24 @@ class History:
             row |= {name: float(value) for name, value in self.evaluations[-1].items() if name != "round"}
         return row
 
+    def since(self, done: int) -> list[dict[str, float]]:
+        """A row for every round after round ``done``, of a run without an axis of points."""
+        last = sum(len(next(iter(log.values()))) for log in self.logs)
+        rows: list[dict[str, float]] = []
+        for log in reversed(self.logs):
+            if last <= done:
+                break
+            number = len(next(iter(log.values())))
+            here = range(max(done - (last - number), 0), number)
+            rows[:0] = [{"round": last - number + i + 1} | {n: float(c[i]) for n, c in log.items()} for i in here]
+            last -= number
+        for scores in reversed(self.evaluations):
+            at = int(scores["round"]) - done - 1
+            if at < 0:
+                break
+            rows[at] |= {name: float(value) for name, value in scores.items() if name != "round"}
+        return rows
+
     # -- checkpoints
 
     def export(self) -> dict[str, Any]:

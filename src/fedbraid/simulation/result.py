@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ import numpy as np
 
 from fedbraid.core import is_traced
 from fedbraid.costs import Cost
+from fedbraid.drawing import lines_svg, table_html
 from fedbraid.metric import is_client_column
 from fedbraid.simulation.plan import Plan
 
@@ -26,20 +27,29 @@ class Checkpoints(NamedTuple):
 
     run: what determines the results, by key, such as the keys of a configuration. A checkpoint with other values is
         refused. The seed, the cohort and the size of the data are always compared.
+    judge: ``(rounds completed, evaluations so far, function that returns the parameters) -> bool``, called after each
+        evaluation and before the checkpoint of that round. True ends the run there. A resumed run calls it first with
+        the evaluations of its checkpoint.
     """
 
     folder: Path
     every: int = 50
     resume: bool = False
     run: Mapping[str, Any] | None = None
+    judge: Callable[[int, dict[str, Any], Callable[[], PyTree]], bool] | None = None
 
 
 class Progress(NamedTuple):
-    """A progress report of a run: rounds completed, the newest entry of every column, seconds since the start."""
+    """A progress report of a run: rounds completed, the newest entry of every column, seconds since the start.
+
+    since: ``since(n)`` is a list with a row for every round after round ``n``: its number as ``round``, its entries,
+        and its scores if it was evaluated.
+    """
 
     round: int
     row: dict[str, float]
     seconds: float
+    since: Callable[[int], list[dict[str, float]]] = lambda rounds: []
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +99,19 @@ class Result:
             f"  last: {last or 'nothing was evaluated'}\n"
             f"  plan: {plan.words()} on {plan.devices} devices, {self.info.steps:,} local steps"
         )
+
+    def _repr_html_(self) -> str:
+        """The same as a table, and the curves of the losses and scores. A traced result has no picture."""
+        head, *rest = repr(self).splitlines()
+        rows = [("run", head.removeprefix("Result: ")), *(tuple(line.strip().split(": ", 1)) for line in rest)]
+        if any(is_traced(column) or np.ndim(column) != 1 for column in self.history.values()):
+            return table_html(rows)
+        losses = {n: (range(1, len(c) + 1), c) for n, c in self.history.items() if n.endswith("/loss")}
+        at = self.evaluations.get("round", ())
+        scores = {n: (at, c) for n, c in self.evaluations.items() if n != "round" and not is_client_column(n)}
+        of_loss = losses | {n: line for n, line in scores.items() if n.endswith("loss")}
+        others = {n: line for n, line in scores.items() if n not in of_loss}
+        return table_html(rows) + lines_svg(of_loss, x="round", y="loss") + lines_svg(others, x="round")
 
 
 def _last(column: Any) -> str:

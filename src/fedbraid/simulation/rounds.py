@@ -76,7 +76,8 @@ class CompiledRounds:
     sharding: of the server and the client states.
 
     Attributes to set: scorer is (server) -> scores; checkpoints is the folder of checkpoints; run is what determines
-    the results, for checkpoints; seconds is the time that one compiled call should take.
+    the results, for checkpoints; seconds is the time that one compiled call should take; evaluated is called after
+    every evaluation.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class CompiledRounds:
         self.checkpoints: Path | None = None
         self.run: dict[str, Any] = {}
         self.seconds = CALL
+        self.evaluated: Callable[[], None] | None = None
         self.program = programs(feed.plan)
         self.sharding = replicated(feed.mesh) if sharding is None else sharding
         self.done = 0
@@ -260,6 +262,8 @@ class CompiledRounds:
         """Evaluate the server's model and keep the scores."""
         if self.scorer is not None:
             self.history.add_evaluation(self.done, self.scorer(hosts.local(self.server)))
+            if self.evaluated is not None:
+                self.evaluated()
 
     def save(self) -> None:
         """Write a checkpoint. With several hosts, only the first one writes."""

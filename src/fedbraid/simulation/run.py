@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from fedbraid.lowering import lower_metrics, notice_unmet
 from fedbraid.notices import notice
 from fedbraid.simulation import checkpoint, hosts
 from fedbraid.simulation.arrival import Arrival, everyone
+from fedbraid.simulation.bar import progress_bar
 from fedbraid.simulation.evaluate import evaluator, metrics_of
 from fedbraid.simulation.feed import Feed
 from fedbraid.simulation.history import History
@@ -46,6 +48,7 @@ def simulate(
     arrival: Arrival = everyone,
     checkpoints: Checkpoints | None = None,
     on_progress: Callable[[Progress], bool | None] | None = None,
+    progress: bool = False,
     engine: EngineOptions | None = None,
     **options: Any,
 ) -> Result:
@@ -57,6 +60,7 @@ def simulate(
     checkpoints: where and how often the run is saved.
     on_progress: called about four times per second, or after each round if rounds take longer. If it returns True, the
         run ends after a checkpoint.
+    progress: show a bar, in a notebook or a terminal.
     engine: how the run is computed; see :class:`fedbraid.EngineOptions`. Each field may also be given by name:
         ``simulate(..., plan="lanes", chunk=8)``. Results do not depend on them beyond rounding.
 
@@ -98,7 +102,7 @@ def simulate(
         placement = placement.resumed(how, saved[1])
     notice_unmet(alg, params, data_shapes(task.data), how, placement.plan.lanes)
     driver = compiled_rounds(task, params, placement, how, traffic, rounds=rounds, seed=seed)
-    driver.seconds = CALL if on_progress is None else LOOK
+    driver.seconds = LOOK if progress or on_progress is not None else CALL
     if checkpoints is not None:
         driver.checkpoints, driver.run = checkpoints.folder, run
     if metrics is not None:
@@ -114,14 +118,37 @@ def simulate(
         driver.history.keep_evaluations(schedule.evaluates)
     del saved  # frees a copy of all states
     driver.reserve(rounds)
+    judged = _Judged(driver, alg, None if checkpoints is None else checkpoints.judge)
     began = time.perf_counter()
 
     def tell() -> bool:
-        progress = Progress(driver.done, driver.history.newest(), time.perf_counter() - began)
-        return on_progress is not None and hosts.any_of(bool(on_progress(progress)))
+        now = Progress(driver.done, driver.history.newest(), time.perf_counter() - began, driver.history.since)
+        if show is not None:
+            show(now)
+        return hosts.any_of((on_progress is not None and bool(on_progress(now))) or judged.ended)
 
-    RoundLoop(driver, schedule, None if on_progress is None else tell).run()
+    with progress_bar(rounds) if progress and hosts.is_first() else contextlib.nullcontext() as show:
+        told = on_progress is not None or progress or judged.judge is not None
+        if not judged.ended:
+            RoundLoop(driver, schedule, tell if told else None).run()
     return _result(driver, alg, placement, traffic)
+
+
+class _Judged:
+    """Calls the judge of a run after every evaluation; ``ended`` is whether it ended the run."""
+
+    def __init__(self, driver: CompiledRounds, alg: Algorithm, judge: Callable | None) -> None:
+        self.driver, self.alg, self.judge, self.ended = driver, alg, judge, False
+        if judge is not None:
+            driver.evaluated = self.evaluated
+            if driver.history.evaluations:  # of a resumed run
+                self.evaluated()
+
+    def evaluated(self) -> None:
+        assert self.judge is not None
+        driver = self.driver
+        params = lambda: self.alg.params(hosts.local(driver.server))  # noqa: E731
+        self.ended = bool(self.judge(driver.done, driver.history.evaluated(), params))
 
 
 def federated_data(data: FederatedData | Split) -> FederatedData:

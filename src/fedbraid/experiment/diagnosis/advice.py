@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from fedbraid.drawing import bars_svg, table_html
 from fedbraid.theory.bounds import mime_rounds
 from fedbraid.theory.constants import Constants, envelope
 from fedbraid.theory.frontier import Point, point
@@ -53,7 +54,7 @@ class Sentence(NamedTuple):
         return f"{self.text} [{self.source}]"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Advice:
     """Sentences, settings to try, and limitations.
 
@@ -80,6 +81,13 @@ it. [Charles and Konecny 2021, Lemma 1]
     sentences: tuple[Sentence, ...]
     unknown: tuple[str, ...]
     settings: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return "\n".join(["Advice", *(f"- {sentence}" for sentence in self.sentences)])
+
+    def _repr_html_(self) -> str:
+        rows = [(str(i), sentence.text, sentence.source) for i, sentence in enumerate(self.sentences, 1)]
+        return table_html(rows, ["", "advice", "source"]) + bars_svg(self.terms)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

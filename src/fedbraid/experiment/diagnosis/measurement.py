@@ -12,6 +12,7 @@ import numpy as np
 
 from fedbraid import algorithms
 from fedbraid.data.federated import Split
+from fedbraid.drawing import lines_svg, table_html
 from fedbraid.experiment.assembly import Experiment, assemble, build, find_parts
 from fedbraid.experiment.config import Config, options_of, parse
 from fedbraid.experiment.diagnosis.advice import Advice, Probe, Settings, advise, round_down
@@ -27,7 +28,7 @@ BACK_OFF = 8  # at most this many rates are tried, each a tenth of the one befor
 SERVER_STEPS = (1.0, 1.5, 2.0)  # tried with every number of local steps
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
     """The result of `diagnose`: constants at ``rounds``, probes, advice, and the advised settings as ``key=value``."""
 
@@ -37,6 +38,24 @@ class Diagnosis:
     probes: tuple[Probe, ...]
     advice: Advice
     changes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        """The advice, and the settings to try."""
+        lines = [f"- {sentence}" for sentence in self.advice.sentences]
+        return "\n".join(["Diagnosis", *lines, *(f"  --set {change}" for change in self.changes)])
+
+    def _repr_html_(self) -> str:
+        """The advice as a table, and how much single rounds with more local steps lowered the loss."""
+        rows: list[tuple[str, str]] = [("advice", str(sentence)) for sentence in self.advice.sentences]
+        rows += [("try", f"--set {change}") for change in self.changes]
+        rows += [("not known", line) for line in self.advice.unknown]
+        steps = [probe.steps for probe in self.probes]
+        sizes = sorted({size for probe in self.probes for size in probe.fell})
+        lines = {
+            f"server step {size:g}": (steps, [probe.fell.get(size, float("nan")) for probe in self.probes])
+            for size in sizes
+        }
+        return table_html(rows) + lines_svg(lines, x="local steps of one round", y="fell")
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

@@ -4,7 +4,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const SVG = "http://www.w3.org/2000/svg";
 const DASHES = ["", "7 4", "2 3", "8 3 2 3"];
-const AXES = { rounds: "round", bytes: "bytes sent, both ways", seconds: "seconds" };
+const AXES = { rounds: "round (number)", bytes: "sent so far, both ways (bytes)", seconds: "time since the start (seconds)" };
 
 // --- formatting --------------------------------------------------------------------------------------------------
 
@@ -112,13 +112,17 @@ function tip(host, x, y, width, title, lines) {
 
 // --- lines ---------------------------------------------------------------------------------------------------------
 
-// series: {label, index, x, y, low?, high?, thin?, marks?}; options: {xName, yName, xLog, yLog, format, title}
+// series: {label, index, x, y, low?, high?, thin?, raw?, marks?}; raw lines are drawn pale and have no tip
+// options: {xName, yName, xLog, yLog, format, xRange?, onZoom?, references?}
 function lines(host, width, series, options) {
-  const height = Math.round(Math.min(380, Math.max(240, width * 0.52)));
-  const box = { left: 54, right: width - 14, top: 10, bottom: height - 42 };
+  const height = Math.round(Math.min(420, Math.max(240, width * 0.52)));
+  const box = { left: 70, right: width - 14, top: 10, bottom: height - 42 };
   const xs = extent(series.flatMap((s) => s.x), options.xLog);
   if (!options.xLog) { const all = series.flatMap((s) => s.x).filter(known); xs[0] = Math.min(...all); xs[1] = Math.max(...all); }
-  const ys = extent(series.flatMap((s) => [...s.y, ...(s.low ?? []), ...(s.high ?? [])]), options.yLog);
+  if (options.xRange) [xs[0], xs[1]] = options.xRange;
+  const shown = (s, column) => column.filter((_, i) => s.x[i] >= xs[0] && s.x[i] <= xs[1]);
+  const values = series.flatMap((s) => [s.y, s.low ?? [], s.high ?? []].flatMap((column) => shown(s, column)));
+  const ys = extent([...values, ...(options.references ?? []).map((r) => r.value)], options.yLog);
   if (options.floor !== undefined) ys[0] = Math.max(ys[0], options.floor);
   const x = scale(xs, [box.left, box.right], options.xLog), y = scale(ys, [box.bottom, box.top], options.yLog);
   const svg = make(host, "svg:svg", { viewBox: `0 0 ${width} ${height}`, height });
@@ -130,23 +134,31 @@ function lines(host, width, series, options) {
     make(svg, "svg:text", { x: x(v), y: box.bottom + 17, "text-anchor": "middle" }, options.format(v));
   make(svg, "svg:line", { class: "axis", x1: box.left, x2: box.right, y1: box.bottom, y2: box.bottom });
   make(svg, "svg:text", { class: "label", x: (box.left + box.right) / 2, y: height - 6, "text-anchor": "middle" }, options.xName);
+  if (options.yName) make(svg, "svg:text", { class: "label", "text-anchor": "middle", transform: `translate(14 ${(box.top + box.bottom) / 2}) rotate(-90)` }, options.yName);
+  // an inner svg element clips what is outside of a zoomed part
+  const [wide, high] = [box.right - box.left + 8, box.bottom + 4];
+  const drawn = make(svg, "svg:svg", { x: box.left - 4, y: 0, width: wide, height: high, viewBox: `${box.left - 4} 0 ${wide} ${high}`, style: `overflow:hidden;width:${wide}px` });
+  for (const r of options.references ?? []) {
+    make(svg, "svg:line", { class: "reference", x1: box.left, x2: box.right, y1: y(r.value), y2: y(r.value) });
+    make(svg, "svg:text", { x: box.right - 4, y: y(r.value) - 5, "text-anchor": "end" }, `${r.label} ${number(r.value)}`);
+  }
   const inside = (v) => known(v) && (!options.yLog || v > 0);
   for (const s of series) {
     if (s.low && s.x.length > 1) {
       const there = s.x.map((v, i) => [v, s.low[i], s.high[i]]).filter(([, a, b]) => inside(a) && inside(b));
       const edge = [...there.map(([v, , b]) => `${x(v)},${y(b)}`), ...there.reverse().map(([v, a]) => `${x(v)},${y(a)}`)];
-      make(svg, "svg:polygon", { class: "band", points: edge.join(" "), style: `fill:${colour(s.index)}` });
+      make(drawn, "svg:polygon", { class: "band", points: edge.join(" "), style: `fill:${colour(s.index)}` });
     }
     let path = "", pen = "M", count = 0; // a value that cannot be drawn leaves a gap
     s.x.forEach((v, i) => {
-      const drawn = inside(s.y[i]) && (!options.xLog || v > 0);
-      if (drawn) { path += `${pen}${x(v)},${y(s.y[i])}`; count += 1; }
-      pen = drawn ? "L" : "M";
+      const seen = inside(s.y[i]) && (!options.xLog || v > 0);
+      if (seen) { path += `${pen}${x(v)},${y(s.y[i])}`; count += 1; }
+      pen = seen ? "L" : "M";
     });
     const look = { style: `stroke:${colour(s.index)}`, "stroke-dasharray": dash(s.index) || null };
-    if (path) make(svg, "svg:path", { class: s.thin ? "line thin" : "line", d: path, ...look });
+    if (path) make(drawn, "svg:path", { class: s.raw ? "raw" : s.thin ? "line thin" : "line", fill: "none", d: path, ...look });
     if (s.marks || count === 1)
-      s.x.forEach((v, i) => { if (inside(s.y[i])) make(svg, "svg:circle", { cx: x(v), cy: y(s.y[i]), r: 3.2, style: `fill:${colour(s.index)}` }); });
+      s.x.forEach((v, i) => { if (inside(s.y[i])) make(drawn, "svg:circle", { cx: x(v), cy: y(s.y[i]), r: 3.2, style: `fill:${colour(s.index)}` }); });
   }
   options.extra?.(svg, x, y, box);
   const over = make(svg, "svg:g");
@@ -154,8 +166,9 @@ function lines(host, width, series, options) {
     const found = [];
     for (const s of series) {
       let best = -1;
+      if (s.raw) continue;
       for (let i = 0; i < s.x.length; i++)
-        if (inside(s.y[i]) && (best < 0 || Math.abs(x(s.x[i]) - at) < Math.abs(x(s.x[best]) - at))) best = i;
+        if (inside(s.y[i]) && s.x[i] >= xs[0] && s.x[i] <= xs[1] && (best < 0 || Math.abs(x(s.x[i]) - at) < Math.abs(x(s.x[best]) - at))) best = i;
       if (best >= 0) found.push([s, best]);
     }
     if (!found.length) return;
@@ -171,6 +184,43 @@ function lines(host, width, series, options) {
     tip(host, x(first.x[j]), box.top, width, `${options.xTip ?? options.xName} ${options.format(first.x[j])}`, rows);
   };
   listen(host, svg, seek, () => over.replaceChildren(), box);
+  if (options.onZoom) dragToZoom(svg, box, (from, to) => options.onZoom([from, to].map((at) => xs[0] + ((at - box.left) / (box.right - box.left)) * (xs[1] - xs[0]))));
+}
+
+// dragging over a plot with a mouse or a pen marks a part of the horizontal axis; a double click shows all again
+function dragToZoom(svg, box, zoom) {
+  let from = null, mark = null;
+  const at = (event) => Math.min(box.right, Math.max(box.left, event.clientX - svg.getBoundingClientRect().left));
+  const end = () => { mark?.remove(); from = mark = null; };
+  svg.addEventListener("pointerdown", (event) => {
+    if (event.pointerType === "touch" || event.button !== 0) return; // touch moves the cursor
+    event.preventDefault();
+    from = at(event);
+    mark = make(svg, "svg:rect", { class: "drag", x: from, width: 0, y: box.top, height: box.bottom - box.top });
+  });
+  svg.addEventListener("pointermove", (event) => {
+    if (from === null) return;
+    mark.setAttribute("x", Math.min(from, at(event)));
+    mark.setAttribute("width", Math.abs(at(event) - from));
+  });
+  svg.addEventListener("pointerup", (event) => {
+    if (from === null) return;
+    const [low, high] = [Math.min(from, at(event)), Math.max(from, at(event))];
+    end();
+    if (high - low > 8) zoom(low, high);
+  });
+  svg.addEventListener("pointerleave", end);
+}
+
+// exponential moving average without a bias towards its first value; missing values stay missing
+function smoothed(values, weight) {
+  let sum = 0, total = 0;
+  return values.map((v) => {
+    if (!known(v)) return v;
+    sum = weight * sum + (1 - weight) * v;
+    total = weight * total + (1 - weight);
+    return sum / total;
+  });
 }
 
 // pointer, touch and arrow keys move a cursor along x
@@ -283,7 +333,7 @@ function tuningLine(host, width, tuning) {
   const lost = tuning.points.filter((p) => p.status === "diverged").map((p) => place(p.values[k]));
   const ghost = { label: "diverged", index: 1, x: lost, y: lost.map(() => null) };
   lines(host, width, [one, ghost], {
-    xName: short(tuning.x), xTip: short(tuning.x), xLog: tuning.log[0] && !tuning.named,
+    xName: short(tuning.x), yName: pretty(tuning.metric), xTip: short(tuning.x), xLog: tuning.log[0] && !tuning.named,
     format: (v) => (tuning.named ? written(tuning.xs[Math.round(v)] ?? "") : number(v)),
     extra: (svg, x, y, box) => {
       for (const v of lost)
@@ -309,9 +359,10 @@ function choices(parent, names, chosen, label, change) {
   });
 }
 
-function select(parent, names, label, change) {
+function select(parent, names, label, change, chosen = null) {
   const box = make(parent, "select", { "aria-label": label });
   for (const [value, text] of names) make(box, "option", { value }, text);
+  if (chosen !== null) box.value = chosen;
   box.onchange = () => change(box.value);
 }
 
@@ -338,41 +389,94 @@ function open(id) {
   return section;
 }
 
+// on a page that is read again (`fedbraid report --live`), what a reader chose stays
+const LIVE = document.querySelector("meta[http-equiv=refresh]") !== null;
+
+function remembered(defaults) {
+  try { return { ...defaults, ...(LIVE ? JSON.parse(sessionStorage.getItem(document.title) ?? "{}") : {}) }; } catch { return defaults; }
+}
+
+function remember({ metric, axis, log, each, smooth, zoom }) {
+  if (!LIVE) return;
+  try { sessionStorage.setItem(document.title, JSON.stringify({ metric, axis, log, each, smooth, zoom })); } catch { /* not allowed here */ }
+}
+
+function seriesOf(state) {
+  const series = [];
+  for (const s of data.curves[state.metric].series) {
+    const line = s.axes[state.axis];
+    if (!line || state.hidden.has(s.label)) continue;
+    const index = data.labels.indexOf(s.label);
+    const own = state.each
+      ? line.each.map(([x, y], i) => ({ label: `${s.label}, seed ${s.seeds[i]}`, index, x, y, thin: true }))
+      : [{ label: s.label, index, x: line.x, y: line.mean, low: line.low, high: line.high }];
+    for (const one of own) {
+      if (!state.smooth) { series.push(one); continue; }
+      const even = (column) => column && smoothed(column, state.smooth);
+      series.push({ ...one, raw: true, low: undefined }, { ...one, y: even(one.y), low: even(one.low), high: even(one.high) });
+    }
+  }
+  return series;
+}
+
 function showCurves() {
   const metrics = Object.keys(data.curves).filter((m) => data.curves[m].series.some((s) => Object.keys(s.axes).length));
   if (!metrics.length) return;
   const section = open("curves");
-  const state = { metric: metrics[0], axis: "rounds", log: data.curves[metrics[0]].log, each: false, hidden: new Set() };
+  const state = remembered({ metric: metrics[0], axis: "rounds", log: data.curves[metrics[0]].log, each: false, smooth: 0, zoom: null });
+  if (!metrics.includes(state.metric)) state.metric = metrics[0];
+  state.hidden = new Set();
   const controls = make(section, "div", { class: "controls" });
   const axes = Object.keys(AXES).filter((a) => metrics.some((m) => data.curves[m].series.some((s) => s.axes[a])));
+  if (!axes.includes(state.axis)) state.axis = "rounds";
   const view = plot(make(null, "div"), "metric against rounds, bytes or seconds", (host, width) => {
-    const series = [];
-    for (const s of data.curves[state.metric].series) {
-      const line = s.axes[state.axis];
-      if (!line || state.hidden.has(s.label)) continue;
-      const index = data.labels.indexOf(s.label);
-      if (state.each) line.each.forEach(([x, y], i) => series.push({ label: `${s.label}, seed ${s.seeds[i]}`, index, x, y, thin: true }));
-      else series.push({ label: s.label, index, x: line.x, y: line.mean, low: line.low, high: line.high });
-    }
+    const series = seriesOf(state);
+    remember(state);
+    all.disabled = !state.zoom;
     if (!series.length) { make(host, "p", { class: "note" }, "nothing to show"); return; }
-    lines(host, width, series, { xName: AXES[state.axis], xTip: { rounds: "round", bytes: "sent", seconds: "after" }[state.axis], yLog: state.log, format: FORMATS[state.axis] });
+    lines(host, width, series, {
+      xName: AXES[state.axis], xTip: { rounds: "round", bytes: "sent", seconds: "after" }[state.axis], yLog: state.log, format: FORMATS[state.axis],
+      yName: `${pretty(state.metric)} (${data.curves[state.metric].better} is better)`,
+      references: data.baselines.filter((b) => b.metric === state.metric && (!state.log || b.value > 0)),
+      xRange: state.zoom, onZoom: zoom });
   });
+  const zoom = (range) => { state.zoom = range; view.again(); };
+  const closer = (factor) => {
+    const xs = seriesOf(state).flatMap((s) => s.x).filter(known);
+    const [low, high] = state.zoom ?? [Math.min(...xs), Math.max(...xs)];
+    const half = ((high - low) / 2) * factor, middle = (low + high) / 2;
+    const range = [Math.max(Math.min(...xs), middle - half), Math.min(Math.max(...xs), middle + half)];
+    zoom(range[0] <= Math.min(...xs) && range[1] >= Math.max(...xs) ? null : range);
+  };
   select(controls, metrics.map((m) => [m, pretty(m)]), "metric", (m) => {
     state.metric = m;
     state.log = data.curves[m].log;
     logButton.setAttribute("aria-pressed", String(state.log));
     view.again();
-  });
-  choices(controls, axes.map((a) => [a, a]), "rounds", "horizontal axis", (a) => { state.axis = a; view.again(); });
+  }, state.metric);
+  choices(controls, axes.map((a) => [a, a]), state.axis, "horizontal axis", (a) => { state.axis = a; zoom(null); });
   const logButton = make(controls, "button", { type: "button", "aria-pressed": String(state.log) }, "log scale");
   logButton.onclick = () => { state.log = !state.log; logButton.setAttribute("aria-pressed", String(state.log)); view.again(); };
-  if (data.curves[metrics[0]].series.some((s) => s.seeds.length > 1)) {
-    const each = make(controls, "button", { type: "button", "aria-pressed": "false" }, "each seed");
+  const several = data.curves[metrics[0]].series.some((s) => s.seeds.length > 1);
+  if (several) {
+    const each = make(controls, "button", { type: "button", "aria-pressed": String(state.each) }, "each seed");
     each.onclick = () => { state.each = !state.each; each.setAttribute("aria-pressed", String(state.each)); view.again(); };
-    make(section, "p", { class: "note" }, "Lines are means over seeds; bands go from the smallest to the largest value.");
-  }
-  section.insertBefore(view.host, controls.nextSibling);
+  } else state.each = false;
+  const group = make(controls, "div", { class: "choices", role: "group", "aria-label": "zoom" });
+  make(group, "button", { type: "button", title: "zoom in; or drag over the plot" }, "zoom +").onclick = () => closer(0.5);
+  make(group, "button", { type: "button", title: "zoom out" }, "zoom −").onclick = () => closer(2);
+  const all = make(group, "button", { type: "button", title: "show the whole axis; or click the plot twice" }, "all");
+  all.onclick = () => zoom(null);
+  view.host.ondblclick = () => zoom(null);
+  const label = make(controls, "label", { title: "exponential moving average; 0 shows the values as they are" }, "smoothing");
+  const slider = make(label, "input", { type: "range", min: 0, max: 0.98, step: 0.02, value: state.smooth });
+  const told = make(label, "output", {}, Number(state.smooth).toFixed(2));
+  slider.oninput = () => { state.smooth = Number(slider.value); told.textContent = state.smooth.toFixed(2); view.again(); };
   legend(section, state.hidden, view.again);
+  section.append(view.host);
+  const notes = several ? "Lines are means over seeds; bands go from the smallest to the largest value. " : "";
+  const dotted = data.baselines.length ? "Dotted lines are the baselines of the comparison, at the end of their training. " : "";
+  make(section, "p", { class: "note" }, `${notes}${dotted}Drag over the plot to zoom; click it twice to see all.`);
 }
 
 function showTunings() {
@@ -396,14 +500,14 @@ function showClients() {
   const section = open("clients");
   const state = { metric: metrics[0], hidden: new Set() };
   const controls = make(section, "div", { class: "controls" });
+  select(controls, metrics.map((m) => [m, pretty(m)]), "metric of the clients", (m) => { state.metric = m; view.again(); });
+  legend(section, state.hidden, () => view.again());
   const view = plot(section, "each client's own metric, from worst to best", (host, width) => {
     const series = data.clients[state.metric].filter((s) => !state.hidden.has(s.label)).map((s) => ({
       label: s.label, index: data.labels.indexOf(s.label), y: s.values, x: s.values.map((_, i) => ((i + 0.5) / s.values.length) * 100) }));
     if (!series.length) { make(host, "p", { class: "note" }, "nothing to show"); return; }
-    lines(host, width, series, { xName: "clients, worst to best (percentile)", xTip: "percentile", format: (v) => number(Math.round(v)) });
+    lines(host, width, series, { xName: "clients, worst to best (percentile)", yName: `${pretty(state.metric)} of the client`, xTip: "percentile", format: (v) => number(Math.round(v)) });
   });
-  select(controls, metrics.map((m) => [m, pretty(m)]), "metric of the clients", (m) => { state.metric = m; view.again(); });
-  legend(section, state.hidden, view.again);
   make(section, "p", { class: "note" }, "Each test client's own value under the last model; the clients of all seeds are shown together.");
 }
 
@@ -414,6 +518,7 @@ function showDrift() {
   const state = { hidden: new Set(), log: Math.max(...peaks) > 20 * Math.min(...peaks) && Math.min(...peaks) > 0 };
   const logButton = make(make(section, "div", { class: "controls" }), "button", { type: "button", "aria-pressed": String(state.log) }, "log scale");
   logButton.onclick = () => { state.log = !state.log; logButton.setAttribute("aria-pressed", String(state.log)); view.again(); };
+  legend(section, state.hidden, () => view.again());
   const view = plot(section, "client drift over local steps", (host, width) => {
     const series = [];
     for (const d of data.drift) {
@@ -424,9 +529,8 @@ function showDrift() {
       series.push({ label: d.label, index: data.labels.indexOf(d.label), x, y });
     }
     if (!series.length) { make(host, "p", { class: "note" }, "nothing to show"); return; }
-    lines(host, width, series, { xName: "local steps since the start", xTip: "step", yLog: state.log, floor: state.log ? undefined : 0, format: FORMATS.rounds });
+    lines(host, width, series, { xName: "local steps since the start (number)", yName: "mean squared distance", xTip: "step", yLog: state.log, floor: state.log ? undefined : 0, format: FORMATS.rounds });
   });
-  legend(section, state.hidden, view.again);
   make(section, "p", { class: "note" }, "Mean squared distance of the clients' models from their mean (the shadow sequence) at every local step of the first rounds. Every round starts again at 0 (on a log scale: with a gap).");
 }
 
@@ -438,7 +542,33 @@ function theme() {
   };
 }
 
+// a click on a column's head sorts the rows by it; rows that are set apart stay where they are
+function sortable(table) {
+  const heads = [...table.querySelectorAll("thead th")];
+  const value = (row, j) => {
+    const cell = row.children[j], text = cell.textContent.trim(), plain = Number(cell.dataset.value ?? text.match(/^-?[\d.]+(e[-+]?\d+)?/i)?.[0] ?? NaN);
+    return [plain, text];
+  };
+  heads.forEach((head, j) => {
+    head.tabIndex = 0;
+    const sort = () => {
+      const down = head.getAttribute("aria-sort") === "ascending";
+      for (const other of heads) other.removeAttribute("aria-sort");
+      head.setAttribute("aria-sort", down ? "descending" : "ascending");
+      const body = table.tBodies[0], sign = down ? -1 : 1;
+      const compare = ([a, s], [b, t]) => {
+        if (Number.isNaN(a) !== Number.isNaN(b)) return Number.isNaN(a) ? 1 : -1; // rows without a number come last
+        return sign * (Number.isNaN(a) ? s.localeCompare(t) : a - b);
+      };
+      body.append(...[...body.rows].sort((p, q) => compare(value(p, j), value(q, j))));
+    };
+    head.onclick = sort;
+    head.onkeydown = (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); sort(); } };
+  });
+}
+
 theme();
+document.querySelectorAll("table").forEach(sortable);
 showCurves();
 showTunings();
 showClients();

@@ -1,0 +1,32 @@
+"""``fedbraid export``: the parameters of a run as one file."""
+
+from __future__ import annotations
+
+import json as json_
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+def command(
+    run: Annotated[Path, typer.Argument(help="run folder, of a simulated or a deployed run")],
+    file: Annotated[Path, typer.Argument(help="file to write: NAME.safetensors or NAME.npz")],
+    best: Annotated[bool, typer.Option("--best", help="the best evaluation's parameters, not the last")] = False,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
+) -> None:
+    """Write the parameters of a run as safetensors or npz, named by their path in the model's tree."""
+    import jax
+
+    from fedbraid.experiment.loading import load_run
+
+    loaded = load_run(run)
+    loaded.export(file, best=best)
+    leaves = jax.tree.leaves(loaded.best if best else loaded.params)
+    written = {"out": str(file), "arrays": len(leaves), "parameters": sum(leaf.size for leaf in leaves)}
+    if json:
+        return print(json_.dumps(written))
+    Console(highlight=False).print(
+        f"[bold]{file}[/]: {written['arrays']} arrays, {written['parameters']:,} parameters", soft_wrap=True
+    )
