@@ -39,7 +39,7 @@ PLACES = {
     "testing": (62, 0),
     "sealed": (525, 7),
     "start": (62, 8),
-    "version": (150, 8),
+    "version": (760, 4),
     "masking": (500, 6),
 }
 STATIONS = (  # the way of a run: what, where, and a word on it

@@ -105,12 +105,13 @@ def lines_svg(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, x
         return ""
     every = [point for line in points.values() for point in line]
     (left, right), (low, high) = ((min(values), max(values)) for values in zip(*every, strict=True))
-    width, height, edge = 420, 150, 44
+    width, edge, top = 420, 44, 10 + 13 * -(-len(points) // 2)  # the labels stand above the lines
+    height = top + 142
     across, up = (right - left) or 1.0, (high - low) or 1.0
 
     def place(point: tuple[float, float]) -> str:
         across_by, up_by = (point[0] - left) / across, (high - point[1]) / up
-        return f"{edge + across_by * (width - edge - 8):.1f},{8 + up_by * (height - 44):.1f}"
+        return f"{edge + across_by * (width - edge - 8):.1f},{top + up_by * (height - top - 36):.1f}"
 
     parts = []
     for i, (label, line) in enumerate(points.items()):
@@ -122,15 +123,15 @@ def lines_svg(lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, x
         drawn = f'<polyline fill="none" stroke="{colour}" stroke-width="1.8" points="{path}"/>'
         parts.append(drawn if len(line) > 1 else mark)
         words = f"{html.escape(label)} {line[-1][1]:.4g}"
-        parts.append(f'<text x="{edge + 6 + 190 * (i % 2)}" y="{20 + 13 * (i // 2)}" fill="{colour}">{words}</text>')
+        parts.append(f'<text x="{edge + 6 + 190 * (i % 2)}" y="{14 + 13 * (i // 2)}" fill="{colour}">{words}</text>')
     axes = [
-        f'<text x="{edge - 4}" y="14" text-anchor="end">{high:.3g}</text>',
+        f'<text x="{edge - 4}" y="{top + 8}" text-anchor="end">{high:.3g}</text>',
         f'<text x="{edge - 4}" y="{height - 36}" text-anchor="end">{low:.3g}</text>',
         f'<text x="{edge}" y="{height - 20}">{left:g}</text>',
         f'<text x="{width - 8}" y="{height - 20}" text-anchor="end">{right:g}</text>',
         f'<text x="{(edge + width) / 2}" y="{height - 6}" text-anchor="middle">{html.escape(x)}</text>',
-        f'<text x="2" y="{height / 2 - 14}">{html.escape(y)}</text>',
-        f'<path d="M{edge} 6V{height - 34}H{width - 6}" fill="none" stroke="currentColor" stroke-opacity=".4"/>',
+        f'<text x="2" y="{(top + height) / 2 - 14}">{html.escape(y)}</text>',
+        f'<path d="M{edge} {top - 2}V{height - 34}H{width - 6}" fill="none" stroke="currentColor" opacity=".4"/>',
     ]
     return (
         f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" font-size="11" fill="currentColor" '

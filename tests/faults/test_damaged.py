@@ -13,6 +13,7 @@ from amount import cases
 from tiny import arguments, restore, result
 
 from fedbraid.experiment.config import ConfigError, dump, load_config
+from fedbraid.experiment.params import PARAMS, read_params
 from fedbraid.experiment.runfolder import read_clients, read_config, read_metrics, read_summary, write_config
 from fedbraid.experiment.trials import read_trials, write_trials
 from fedbraid.simulation import Checkpoints, HostStates, checkpoint, simulate
@@ -85,11 +86,12 @@ def test_results_are_read_as_they_were_written_or_refused(undisturbed, tmp_path,
 
     def content(place: Path) -> tuple:
         tables = [{name: c.tobytes() for name, c in one.items()} for one in (read_metrics(place), read_clients(place))]
-        return *tables, read_summary(place)
+        params = {name: a.tobytes() for name, a in read_params(place / PARAMS).arrays.items()}
+        return *tables, params, read_summary(place)
 
     want = content(folder)
     for i in range(cases(150, 3000)):
-        name = ("metrics.parquet", "clients.parquet", "summary.json")[i % 3]
+        name = ("metrics.parquet", "clients.parquet", "summary.json", PARAMS)[i % 4]
         shutil.copytree(folder, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints", "states"))
         kind = ("flip", "flip", "cut", "zero", "empty")[i % 5]
         harm(tmp_path / "copy" / name, kind, draw)

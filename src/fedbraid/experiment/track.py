@@ -204,7 +204,7 @@ def _mlflow(uri: str, about: About) -> Sink:
         run = str(client.create_run(experiment, run_name=about.name).info.run_id)
         client.log_batch(run, params=[Param(key, json.dumps(v)) for key, v in about.options.items()][:100])
     else:
-        client.set_terminated(run, status="RUNNING")
+        client.update_run(run, status="RUNNING")
 
     def log(rows: Sequence[Row]) -> None:
         # the values of finished runs have the time 0, so that MLflow orders them by the step, which is the round
