@@ -7,6 +7,7 @@ import pytest
 
 import fedbraid as fb
 from fedbraid import models
+from fedbraid.local import masked_mean
 from fedbraid.metric import KNOWN, Metric, Metrics, as_metrics, declared_by, directions, metric_of_column
 from fedbraid.models.model import score_classes
 from fedbraid.models.modules import from_flax
@@ -84,7 +85,7 @@ def test_simulate_refuses_an_undeclared_metric_before_a_round_runs():
     run = {"rounds": 1, "devices": 1}
     with pytest.raises(ValueError, match="metric 'foo' has no known direction"):
         fb.simulate(fb.fedavg(loss), jnp.zeros(()), data, metrics=measure("foo"), **run)
-    good = lambda params, batch, key: jnp.mean(batch["x"] * params)  # noqa: E731
+    good = lambda params, batch, key: masked_mean(batch["x"][:, 0] * params, batch["mask"])  # noqa: E731
     declared = Metrics(measure("foo"), (Metric("foo", better="lower"),))
     result = fb.simulate(fb.fedavg(good), jnp.zeros(()), data, metrics=declared, **run)
     assert result.evaluations["test_foo_client_worst"][-1] == max(
@@ -134,7 +135,7 @@ def test_adapted_metrics_have_the_direction_of_the_metric():
 
 def test_a_result_is_three_lines():
     data = fb.FederatedData(SPLIT, SPLIT)
-    loss = lambda params, batch, key: jnp.mean(batch["x"] * params)  # noqa: E731
+    loss = lambda params, batch, key: masked_mean(batch["x"][:, 0] * params, batch["mask"])  # noqa: E731
     with_metrics = fb.simulate(fb.fedavg(loss), jnp.zeros(()), data, rounds=2, metrics=measure("loss"), devices=1)
     lines = repr(with_metrics).splitlines()
     assert len(lines) == 3

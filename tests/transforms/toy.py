@@ -58,9 +58,8 @@ def sending(d, *, aux=False, opaque=False, weight=None):
 
 def take_in(exchange, server, aggregate, key):
     """The server's part. All clients are asked, so that as many uploads are expected as there are clients."""
-    return receive_noised(
-        exchange, server, aggregate, jnp.asarray(aggregate.population, float), key, address.server_noise(key)
-    )
+    expected = jnp.asarray(aggregate.population, float)
+    return receive_noised(exchange, server, aggregate, expected, key, address.server_noise(key)).server
 
 
 def one_round(alg, params, data, *, there=None, seed=0):

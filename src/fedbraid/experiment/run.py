@@ -46,7 +46,7 @@ def run_config(
     metric = metric_of(experiment)
     check_sinks(config.track.to)
     hosts.same(f"{dump(config)} {experiment.data.train.num_examples}", "configurations or data")
-    if not resume and out.is_dir():
+    if not resume:
         hosts.first_alone(lambda: runfolder.check_free(out))
     with runfolder.held(out):
         prepare = runfolder.continue_with if resume else runfolder.create

@@ -86,7 +86,8 @@ def held(folder: Path) -> Iterator[None]:
 
 def check_free(folder: Path) -> None:
     """Refuse a folder that is not empty. What a process leaves that is killed before its first file does not count."""
-    if any(path.name != LOCK and not path.name.startswith(files.PARTIAL) for path in folder.iterdir()):
+    there = folder.iterdir() if folder.is_dir() else ()
+    if any(path.name != LOCK and not path.name.startswith(files.PARTIAL) for path in there):
         raise ConfigError(
             f"{folder} exists and is not empty: choose another --out, or continue it with --resume {folder}"
         )
