@@ -32,7 +32,9 @@ import pytest
 from hypothesis import settings
 
 # many tests compile the same small programs: cache them, within a test run and between test runs
-jax.config.update("jax_compilation_cache_dir", os.environ.get("FEDBRAID_TEST_CACHE", ".pytest_cache/jax"))
+# (an absolute path: some tests work in another folder)
+CACHE = Path(os.environ.get("FEDBRAID_TEST_CACHE", ".pytest_cache/jax")).resolve()
+jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
