@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -91,36 +90,6 @@ def test_the_run_folder_is_complete(whole, tmp_path):
     np.testing.assert_array_equal(imread(tmp_path / "again.png"), imread(out / "curves.png"))
     assert np.all(np.diff(columns["bytes_up"]) > 0)
     assert columns["train/loss"][-1] < columns["train/loss"][0]
-
-
-def test_killed_at_random_moments_and_resumed_it_ends_bit_identical(env, whole, tmp_path):
-    out, randomly = tmp_path / "run", random.Random(time.time_ns())
-    arguments = ["run", *settings(*SMALL), "--out", out, "--quiet"]
-    kills = 0
-    for _ in range(3):
-        process = subprocess.Popen(command(*arguments), env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        before, deadline = _newest(out), time.time() + 120
-        while process.poll() is None and _newest(out) == before and time.time() < deadline:
-            time.sleep(0.01)
-        time.sleep(randomly.uniform(0, 0.4))
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            kills += 1
-        process.wait()
-        arguments = ["run", "--resume", out, "--quiet"]
-        if process.returncode == 0:
-            break
-    assert kills >= 1
-    last = fedbraid(env, "run", "--resume", out, "--json")
-    assert last.returncode == 0, last.stderr
-    summary = json.loads(last.stdout)
-    assert summary["params_sha256"] == whole[0]["params_sha256"]
-    np.testing.assert_array_equal(read_metrics(out)["train/loss"], read_metrics(whole[1])["train/loss"])
-
-
-def _newest(out: Path) -> str:
-    saved = out / "checkpoints"
-    return max((p.name for p in saved.iterdir() if p.name.isdigit()), default="") if saved.is_dir() else ""
 
 
 def test_the_same_config_gives_the_same_bytes(env, whole, tmp_path):
