@@ -162,6 +162,15 @@ def three(tmp_path_factory):
     return config, out
 
 
+def test_a_run_that_starts_again_after_a_crash_leaves_no_partial_file(three, tmp_path):
+    """The process was killed while it wrote its first file."""
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / ".partial-0a1b2c3d-config.toml").write_text("roun")
+    run_config(three[0], out)
+    assert not list(out.glob(".partial-*"))
+
+
 def test_a_finished_run_trains_on_with_more_rounds(three, tmp_path):
     """The same bytes as a run that had all rounds from the start, and the evaluation of round 3 is dropped."""
     shutil.copytree(three[1], tmp_path / "longer")

@@ -45,8 +45,8 @@ def finish(forks: Forks, out: Path) -> Ended:
 
 
 def clean(out: Path) -> bool:
-    """Whether no partial file and no lock is left."""
-    return not any(path.name.startswith((".partial-", "partial-", ".lock")) for path in out.rglob("*"))
+    """Whether no partial file is left. The file of a lock may be: the lock itself ended with its process."""
+    return not any(path.name.startswith((".partial-", "partial-")) for path in out.rglob("*"))
 
 
 def restore(saved: Path, out: Path) -> None:

@@ -99,6 +99,7 @@ def create(folder: Path, config: Config) -> None:
         raise ConfigError(f"{folder} is a file: name a folder")
     folder.mkdir(parents=True, exist_ok=True)
     check_free(folder)
+    drop_partial(folder)
     write_config(folder, config)
 
 
