@@ -848,7 +848,7 @@ def test_small_files_with_huge_contents_need_a_flag(tmp_path, monkeypatch):
     monkeypatch.setattr("fedbraid.data.limits.FREE", 1 << 16)
     path = tmp_path / "zeros.npz"
     np.savez_compressed(path, x=np.zeros((2, 1 << 17)), y=np.array([0, 1]), client=np.array(["a", "b"]))
-    refused(r"zeros\.npz: [\d,]+ bytes ask for [\d,]+ bytes of data, .*--no-limits", "npz", path, tmp_path / "s")
+    refused(r"zeros\.npz: [\d,]+ bytes declare [\d,]+ bytes of data, .*--no-limits", "npz", path, tmp_path / "s")
     data, _ = read("npz", path, tmp_path / "s", no_limits=True)
     assert data.train.arrays["x"].shape == (2, 1 << 17)
 

@@ -300,7 +300,7 @@ def test_svmlight_agrees_with_scikit_learn(tmp_path):
         ("x 1:1\n", "'x' is not a number"),
         ("1 1\n", "'1' is not index:value"),
         ("1 -1:2\n", "growing index"),
-        ("1 1:1\n1 999999999:1\n", "bytes ask for"),
+        ("1 1:1\n1 999999999:1\n", "bytes declare"),
         ("1 1:\u00e9\n", "not ASCII"),
     ],
 )

@@ -35,7 +35,7 @@ def test_a_deployed_run_is_loaded_and_predicts_without_data(tmp_path, monkeypatc
 
 
 def test_sections_for_simulated_runs_are_not_ignored_silently(tmp_path):
-    with told(r"\[stop\].*ignores it") as texts:
+    with told(r"\[stop\].*deployed runs ignore it") as texts:
         open_folder(
             tmp_path / "run", load_config(settings=[*SETTINGS, "stop.patience=3", 'track.to=["tensorboard:x"]'])
         )

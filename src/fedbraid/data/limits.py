@@ -38,7 +38,7 @@ def check_size(source: object, unpacked: int, packed: int) -> None:
     >>> check_size("a.npz", 10 << 20, 1000)
     >>> check_size("a.npz", 1 << 30, 1000)
     Traceback (most recent call last):
-    ValueError: a.npz: 1,000 bytes ask for 1,073,741,824 bytes of data, more than 200 times as many; if you trust the \
+    ValueError: a.npz: 1,000 bytes declare 1,073,741,824 bytes of data, a ratio above 200; if you trust the \
 file, lift the limits (--no-limits)
     """
     if not _LIMITED.get() or unpacked <= FREE:
@@ -46,7 +46,7 @@ file, lift the limits (--no-limits)
     advice = "if you trust the file, lift the limits (--no-limits)"
     if unpacked > RATIO * packed:
         raise ValueError(
-            f"{source}: {packed:,} bytes ask for {unpacked:,} bytes of data, more than {RATIO} times as many; {advice}"
+            f"{source}: {packed:,} bytes declare {unpacked:,} bytes of data, a ratio above {RATIO}; {advice}"
         )
     if unpacked > SIZE:
         raise ValueError(f"{source}: {unpacked:,} bytes of data, the limit is {SIZE:,}; {advice}")

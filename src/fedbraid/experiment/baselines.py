@@ -3,12 +3,12 @@
     local     *local only*: each client trains its own model on its own examples and sends nothing. All clients
               together take the local steps that they take in the federation: each trains in rounds * cohort / clients
               rounds.
-    pooled    *pooled data*: one machine has all training examples. It takes as many steps as one client that is in
-              every round, each on a batch as large as the batches of a cohort together.
+    pooled    *pooled data*: one machine has all training examples. Its number of steps is that of a
+              client in every round; its batch size is the cohort size times the batch size of a client.
 
 Both have the model, the local optimizer and the local options of the first FedAvg (else of the first method that has a
 client learning rate). Their learning rate is tuned as that of the methods: on the same validation split and the same
-seeds, over the largest number of points that a method has. Both compute at most as many gradients as one method. They
+seeds, over the largest number of points that a method has. Neither computes more gradients than one method. They
 have no transforms, no dropouts and no attackers.
 
 The score of *pooled data* is that of a method: one model on the test examples of all clients. In the score of *local

@@ -38,6 +38,7 @@ from fedbraid.experiment.comparison import COMPARE, Comparison, cohorts_of, fold
 from fedbraid.experiment.config import Config, ConfigError
 from fedbraid.experiment.drift import trace_drift
 from fedbraid.experiment.figures import draw_curves, save, series
+from fedbraid.experiment.judging import notice_unused
 from fedbraid.experiment.lab import Lab, hold_out_validation
 from fedbraid.experiment.points import measured, points_program, with_values
 from fedbraid.experiment.summary import summarize_run
@@ -87,6 +88,7 @@ def run_comparison(
         else:
             check_folder(out)
         setup = _set_up(comparison)
+        notice_unused(comparison.base, "comparisons")
         if not resume:
             stack.enter_context(runfolder.held(out))
             check_folder(out)  # another process may have started since

@@ -9,14 +9,22 @@ from typing import Any
 import numpy as np
 
 from fedbraid.experiment.assembly import Experiment
-from fedbraid.experiment.config import ConfigError, Stop
+from fedbraid.experiment.config import Config, ConfigError, Stop
 from fedbraid.experiment.params import BEST, write_params
 from fedbraid.experiment.trials import pick_metric
 from fedbraid.metric import CLIENT_SUFFIXES, Metric
+from fedbraid.notices import notice
 from fedbraid.simulation import hosts
 from fedbraid.simulation.evaluate import metrics_of
 
-__all__ = ["best_evaluation", "judge_of", "metric_of", "why_stopped"]
+__all__ = ["best_evaluation", "judge_of", "metric_of", "notice_unused", "why_stopped"]
+
+
+def notice_unused(config: Config, what: str) -> None:
+    """Say that [stop] and [track] have no effect in ``what``, such as "sweeps", if the configuration has them."""
+    for section, given in (("stop", config.stop != Stop()), ("track", bool(config.track.to))):
+        if given:
+            notice(f"[{section}] of the configuration is for simulated runs: {what} ignore it")
 
 
 def metric_of(experiment: Experiment) -> Metric | None:

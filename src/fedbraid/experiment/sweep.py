@@ -22,6 +22,7 @@ from typing import Any
 from fedbraid import files
 from fedbraid.experiment.config import Config, ConfigError, dump, parse, read_tree
 from fedbraid.experiment.figures import save
+from fedbraid.experiment.judging import notice_unused
 from fedbraid.experiment.lab import Lab, SweepSettings, parse_settings
 from fedbraid.experiment.points import with_values
 from fedbraid.experiment.runfolder import check_free, held, read_sealed_toml
@@ -91,6 +92,7 @@ def run_sweep(
         else:
             check_folder(out)
         lab = Lab(config, settings)  # errors are found before a folder is made
+        notice_unused(config, "sweeps")
         if not resume:
             stack.enter_context(held(out))
             check_folder(out)  # another process may have started since

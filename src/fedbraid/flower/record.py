@@ -10,14 +10,14 @@ import numpy as np
 
 from fedbraid.data.description import DataDescription
 from fedbraid.experiment import runfolder
-from fedbraid.experiment.config import Config, Stop
+from fedbraid.experiment.config import Config
 from fedbraid.experiment.divergence import divergence
 from fedbraid.experiment.figures import draw_run, save
+from fedbraid.experiment.judging import notice_unused
 from fedbraid.experiment.params import PARAMS, params_sha256, write_params
 from fedbraid.experiment.summary import RunSummary, summarize_run
 from fedbraid.flower.server import Served
 from fedbraid.metric import Metric
-from fedbraid.notices import notice
 
 __all__ = ["open_folder", "write_run"]
 
@@ -28,9 +28,7 @@ def open_folder(out: Path, config: Config) -> Path:
         runfolder.reopen(out)
     else:
         runfolder.create(out, config)
-    for section, given in (("stop", config.stop != Stop()), ("track", bool(config.track.to))):
-        if given:
-            notice(f"the section [{section}] of the configuration is for simulated runs: a deployed run ignores it")
+    notice_unused(config, "deployed runs")
     return out / runfolder.CHECKPOINTS
 
 
