@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -131,9 +130,10 @@ def test_a_finished_run_is_not_run_again_so_that_a_queue_may_restart_it(env, who
 
 def test_ctrl_c_while_the_command_starts_is_quiet(env):
     """While it imports: NumPy is loaded, jax not yet fully."""
-    # a shell starts background jobs with SIGINT ignored, and a process inherits that
-    usual = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen(command("run", "--quiet"), env=env, stderr=subprocess.PIPE, text=True, preexec_fn=usual)
+    # a shell starts background jobs with SIGINT ignored, and a process inherits that; `preexec_fn` would fork jax's threads
+    usual = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    started = [sys.executable, "-c", usual, *command("run", "--quiet")]
+    process = subprocess.Popen(started, env=env, stderr=subprocess.PIPE, text=True)
     deadline = time.time() + 60
     while "numpy" not in Path(f"/proc/{process.pid}/maps").read_text() and time.time() < deadline:
         time.sleep(0.005)
