@@ -130,7 +130,7 @@ def test_a_finished_run_is_not_run_again_so_that_a_queue_may_restart_it(env, who
 
 def test_ctrl_c_while_the_command_starts_is_quiet(env):
     """While it imports: NumPy is loaded, jax not yet fully."""
-    # a shell starts background jobs with SIGINT ignored, and a process inherits that; `preexec_fn` would fork jax's threads
+    # a shell starts background jobs with SIGINT ignored, and a process inherits that
     usual = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
     started = [sys.executable, "-c", usual, *command("run", "--quiet")]
     process = subprocess.Popen(started, env=env, stderr=subprocess.PIPE, text=True)
