@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -283,6 +284,53 @@ def bound_command(
     if as_json:
         return print_json(result)
     print(bound)
+    return _print_notes((), out)
+
+
+@app.command("worst-case")
+def worst_case_command(
+    algorithm: Annotated[str, typer.Option(help="fedavg, fedprox, mime, scaffold or fedsplit.")] = "",
+    client_lr: Annotated[
+        float | None, typer.Option(help="Client step size; for fedprox and fedsplit the step s of the prox.")
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", "-K", help="Local steps K.")] = 1,
+    clients: Annotated[int, typer.Option(help="Clients n, all in every round.")] = 2,
+    rounds: Annotated[int, typer.Option(help="Rounds R.")] = 1,
+    mu: Annotated[float, typer.Option(help="Strong convexity of every client.")] = 0.1,
+    smoothness: Smoothness = 1.0,
+    zeta: Annotated[
+        float, typer.Option(help="How far clients' gradients differ at the minimizer; inf is allowed.")
+    ] = 0.0,
+    measure: Annotated[str, typer.Option(help="distance, gap, 'mean gap', 'gap factor' or contraction.")] = "distance",
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """The exact worst case of a method over all smooth convex clients; without --algorithm, of all beside theorems."""
+    from fedbraid.theory.published_rates import Comparison, compare, compare_rates, rates_figure
+
+    common = {"mu": mu, "smoothness": smoothness, "clients": clients}
+    if algorithm:
+        if client_lr is None:
+            raise ValueError("--algorithm needs --client-lr, the step size of its clients")
+        setting = {**common, "client_lr": client_lr, "steps": steps, "rounds": rounds, "zeta": zeta}
+        rows: list[Comparison] = [compare(algorithm, measure, **setting)]
+    else:
+        rows = compare_rates(**common)
+    result: dict[str, Any] = {"rows": [{**dataclasses.asdict(row), "lost": row.lost} for row in rows]}
+    if out is not None:
+        from fedbraid.theory.figures import save
+
+        result["picture"] = str(save(rates_figure(**common), out))
+    if as_json:
+        return print_json(result)
+    print("algorithm  measure          step  K  R     exact published   lost  theorem")
+    for row in rows:
+        s = {"steps": 1, "rounds": 1, **row.setting}
+        known = f"{row.published:9.6f} {row.lost:5.2f}x" if row.published is not None else f"{'':>9} {'':>6}"
+        print(
+            f"{row.method:<10} {row.measure:<12} {s['client_lr']:8.5f} {s['steps']:2d} {s['rounds']:2d} "
+            f"{row.exact:9.6f} {known}  {row.theorem}"
+        )
     return _print_notes((), out)
 
 
