@@ -138,7 +138,7 @@ def rates_figure(*, mu: float = 0.1, smoothness: float = 1.0, clients: int = 2, 
         axis.plot(grid, [row.published for row in rows], color=COLOURS[1], ls=DASHES[1], label=rows[0].theorem)
         _finish(axis, title, "prox step s" if method != "fedavg" else "client step size", label)
     axes[0].set(xscale="linear", yscale="log")
-    grid = np.geomspace(0.05 / L, 1.95 / L, points)
+    grid = np.geomspace(0.05 / L, 6.0 / L, 2 * points)
     for i, (method, steps) in enumerate([("mime", 1), ("mime", 2), ("mime", 3)]):
         values = [
             worst_case(
@@ -148,6 +148,7 @@ def rates_figure(*, mu: float = 0.1, smoothness: float = 1.0, clients: int = 2, 
         ]
         axes[3].plot(grid, values, color=COLOURS[i], ls=DASHES[i], label=f"exact, K = {steps}")
     axes[3].plot([1 / (6 * L)], [1 - mu / (6 * L)], "x", color="black", ms=8, label="FedLin, Theorem 1")
+    axes[3].set_ylim(0.2, 1.1)
     _finish(axes[3], "MimeSGD (SCAFFOLD's first round)", "client step size times K", "factor of F - F* in a round")
     figure.suptitle(f"Exact worst cases over all clients with mu = {mu:g}, L = {L:g} ({clients} clients)", fontsize=11)
     return figure
