@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo check test faults torch-test lint types clean
+.PHONY: demo check test faults torch-test wheel lint types clean
 
 demo: $(VENV)/core.stamp ## install what is needed and train the embedded default
 	$(BIN)/fedbraid run --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -27,6 +27,15 @@ torch-test: .venv-torch/stamp ## models of PyTorch, Hugging Face and flax.nnx, i
 	.venv-torch/bin/python -m pip --disable-pip-version-check -q install $(TORCH)
 	.venv-torch/bin/python -m pip --disable-pip-version-check -q install -e '.[torch,flax]' transformers pytest hypothesis
 	touch $@
+
+wheel: $(VENV)/dev.stamp ## build the package, check it, install it into an empty environment and run the demo there
+	rm -rf dist build/empty
+	$(PIP) install build twine
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv build/empty
+	build/empty/bin/python -m pip --disable-pip-version-check -q install dist/*.whl
+	cd build/empty && bin/fedbraid run --out demo && test -s demo/curves.png
 
 # types are checked beside the tests; the target fails if either does
 define with_types

@@ -366,7 +366,7 @@ def test_an_upload_with_which_the_servers_step_overflows_is_left_out():
     assert run.history[-1]["train/refused"] == 1
     (note,) = run.told.notes
     assert "client 3 (node 103) left out, nonfinite" in note
-    run.policy = run.desk.policy = POLICY._replace(minimum=5, too_few="abort")
+    run.policy = run.requests.policy = POLICY._replace(minimum=5, too_few="abort")
     with pytest.raises(TooFewError, match="node 103"):
         run.advance(2)
 

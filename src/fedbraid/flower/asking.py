@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 from flwr.app import Message
 
 from fedbraid.flower import wire
+from fedbraid.flower.mailbox import Mailbox, Outgoing, Reply
 from fedbraid.flower.pack import Layout
 from fedbraid.flower.policy import Policy, TooFewError
-from fedbraid.flower.post import Letter, Post, Reply
 from fedbraid.flower.roster import Roster
 from fedbraid.flower.wire import Refusal, read_plain
 from fedbraid.units import format_bytes
 
-__all__ = ["POLL", "Asked", "Desk"]
+__all__ = ["POLL", "Asked", "Requests"]
 
 SLACK = 1 << 20  # bytes by which a reply may be larger than its upload; a larger reply is not read
 POLL = (0.01, 0.5)  # seconds between two polls for replies: at first, and at most
@@ -33,7 +33,7 @@ class Asked(NamedTuple):
     tag: str
     minimum: int  # number of answers that it needs
     wanted: Layout  # expected layout of an answer's arrays
-    letter: Callable[[int, int], Letter]  # (client, node) -> the message to send
+    request: Callable[[int, int], Outgoing]  # (client, node) -> the message to send
     read: Callable[[int, Message], Any]  # (client, reply) -> its checked content; None if it is not finite
     uploads: dict[int, Any]
     awaited: dict[int, tuple[int, float]]  # client -> the node that was asked, and when
@@ -41,24 +41,26 @@ class Asked(NamedTuple):
     tally: Counter  # bytes "down" and "up", and numbers of rejected replies by kind
 
 
-class Desk:
+class Requests:
     """Sends requests to clients and receives their answers.
 
     counts: how many replies of the whole run were late, missing, malformed and so on. The run owns this counter.
     """
 
-    def __init__(self, post: Post, roster: Roster, policy: Policy, counts: Counter, say: Callable[[str], None]) -> None:
-        self.post, self.roster, self.policy, self.counts, self.say = post, roster, policy, counts, say
+    def __init__(
+        self, mailbox: Mailbox, roster: Roster, policy: Policy, counts: Counter, say: Callable[[str], None]
+    ) -> None:
+        self.mailbox, self.roster, self.policy, self.counts, self.say = mailbox, roster, policy, counts, say
 
     def listen(self, asked: Asked | None) -> int:
         """Process the replies that have arrived: to greetings, to the current request, and late ones."""
-        replies = self.post.replies()
+        replies = self.mailbox.replies()
         for reply in replies:
-            if reply.ticket.tag == wire.HELLO:
+            if reply.sent.tag == wire.HELLO:
                 if reason := self.roster.hear(reply):
-                    self.counts["refused"] += reply.ticket.node in self.roster.refused
+                    self.counts["refused"] += reply.sent.node in self.roster.refused
                     self.say(reason)
-            elif asked is None or reply.ticket.tag != asked.tag:
+            elif asked is None or reply.sent.tag != asked.tag:
                 self.counts["late"] += reply.message is not None
             elif self.is_awaited(asked, reply):
                 self.judge(asked, reply)
@@ -66,12 +68,12 @@ class Desk:
 
     def is_awaited(self, asked: Asked, reply: Reply) -> bool:
         """Whether a client's reply is still awaited. An error of a node does not count if another node was asked."""
-        node, _ = asked.awaited.get(reply.ticket.client, (None, 0.0))
-        return node is not None and (reply.message is not None or node == reply.ticket.node)
+        node, _ = asked.awaited.get(reply.sent.client, (None, 0.0))
+        return node is not None and (reply.message is not None or node == reply.sent.node)
 
     def judge(self, asked: Asked, reply: Reply) -> None:
         """Accept the upload in a reply, or add a note that says why the client is left out."""
-        node, client = reply.ticket.node, reply.ticket.client
+        node, client = reply.sent.node, reply.sent.client
         if reply.message is None:
             self.roster.missed(node)
         else:
@@ -95,7 +97,7 @@ class Desk:
             if wire.is_refusal(message):
                 refusal = read_plain(message, Refusal)
                 if refusal.greet:
-                    self.roster.forget(reply.ticket.node)
+                    self.roster.forget(reply.sent.node)
                 return "refused", refusal.refused
             upload = asked.read(client, message)
         except wire.UNREADABLE as error:
@@ -106,12 +108,12 @@ class Desk:
         return "", ""
 
     def ask(self, asked: Asked, clients: list[int]) -> None:
-        letters = []
+        outgoing = []
         for client in clients:
             node = self.roster.clients[client].id
-            letters.append(asked.letter(client, node))
+            outgoing.append(asked.request(client, node))
             asked.awaited[client] = (node, time.monotonic())
-        asked.tally["down"] += self.post.send(letters, tag=asked.tag, group=str(asked.round + 1))
+        asked.tally["down"] += self.mailbox.send(outgoing, tag=asked.tag, group=str(asked.round + 1))
 
     def look_around(self, asked: Asked, cohort: list[int], *, again: bool) -> None:
         """Greet new nodes, and ask clients again that are now on another node.

@@ -11,9 +11,9 @@ from flwr.serverapp import Grid
 
 from fedbraid.flower import wire
 from fedbraid.flower.identity import Messages
+from fedbraid.flower.mailbox import Mailbox, Outgoing, Reply
 from fedbraid.flower.pack import MessageError, check_layout
 from fedbraid.flower.policy import Policy
-from fedbraid.flower.post import Letter, Post, Reply
 from fedbraid.flower.states import INIT
 from fedbraid.flower.wire import Greeting, Presence, Refusal, content, read_plain
 from fedbraid.limited_json import read_json
@@ -58,8 +58,8 @@ class Roster:
     base: (client) -> the tag of the state that the client's next work starts from.
     """
 
-    def __init__(self, grid: Grid, post: Post, terms: Terms, base: Callable[[int], str]) -> None:
-        self._grid, self._post, self.terms, self._base = grid, post, terms, base
+    def __init__(self, grid: Grid, mailbox: Mailbox, terms: Terms, base: Callable[[int], str]) -> None:
+        self._grid, self._mailbox, self.terms, self._base = grid, mailbox, terms, base
         self.clients: dict[int, Node] = {}
         self.lost: dict[int, Node] = {}  # connected clients that lost their state
         self._greeted: dict[int, str] = {}  # node -> tag of the first state in its last greeting
@@ -81,23 +81,23 @@ class Roster:
         own = {node.id: client for client, node in self.clients.items()}
         known = known - self._doubted | set(self._rivals) | set(self.refused)
         known |= {node for node, when in self._retry.items() if when > time.monotonic()}
-        fresh = sorted(online - known - self._post.waiting(wire.HELLO))
+        fresh = sorted(online - known - self._mailbox.waiting(wire.HELLO))
         free = [client for client in range(self.terms.population) if client not in self.clients]
         t = self.terms
-        letters = []
+        outgoing = []
         for node in fresh:
             offer = own[node] if node in own else free.pop(0) if free else 0
             greeting = Greeting(t.run, t.fingerprint, t.schema, t.population, offer, t.first)
             self._greeted[node] = t.first
-            letters.append(Letter(node, -1, f"query.{wire.HELLO}", content(greeting, t.params)))
+            outgoing.append(Outgoing(node, -1, f"query.{wire.HELLO}", content(greeting, t.params)))
         self._doubted.clear()
-        self._post.send(letters, tag=wire.HELLO, group=wire.HELLO)
+        self._mailbox.send(outgoing, tag=wire.HELLO, group=wire.HELLO)
 
     def hear(self, reply: Reply) -> str | None:
         """Process a node's answer to a greeting. Returns the reason if the node is not accepted, else None."""
         if reply.message is None:  # the node crashed or left; it may answer later
-            self._retry[reply.ticket.node] = time.monotonic() + RETRY
-            return f"node {reply.ticket.node} could not answer: {wire.one_line(reply.error)}"
+            self._retry[reply.sent.node] = time.monotonic() + RETRY
+            return f"node {reply.sent.node} could not answer: {wire.one_line(reply.error)}"
         try:
             if wire.bounded_bytes(reply.message, PRESENCE) > PRESENCE:
                 raise MessageError("its answer to the greeting is far too large")
@@ -107,8 +107,8 @@ class Roster:
             self._check(presence)
             held = frozenset(map(str, read_json(presence.held)))
         except wire.UNREADABLE as error:
-            return self.refuse(reply.ticket.node, str(error))
-        self._settle(Node(reply.ticket.node, presence.client, presence.examples, held))
+            return self.refuse(reply.sent.node, str(error))
+        self._settle(Node(reply.sent.node, presence.client, presence.examples, held))
         return None
 
     def refuse(self, node: int, why: str) -> str:

@@ -24,12 +24,12 @@ from fedbraid import address
 from fedbraid.core import Algorithm
 from fedbraid.flower import wire
 from fedbraid.flower.aggregate import Aggregator, Summed, Upload
-from fedbraid.flower.asking import POLL, Asked, Desk
+from fedbraid.flower.asking import POLL, Asked, Requests
 from fedbraid.flower.evaluate import Sums, are_sums, summary, sums_shapes
 from fedbraid.flower.identity import Messages, fingerprint, messages_of, schema_to_json, shapes_of_messages
+from fedbraid.flower.mailbox import Mailbox, Outgoing
 from fedbraid.flower.pack import Layout, MessageError, check_layout, layout_of, read_records, records
 from fedbraid.flower.policy import TooFewError
-from fedbraid.flower.post import Letter, Post
 from fedbraid.flower.private import PrivateRun
 from fedbraid.flower.roster import Roster, Terms
 from fedbraid.flower.secure.messages import signed
@@ -76,8 +76,8 @@ class MessageRounds:
             max_examples=site.policy.max_examples,
             masked=site.secure is not None,
         )
-        post = Post(grid, keep=max(4 * site.policy.deadline, 600.0))
-        self.roster = Roster(grid, post, terms, self.base)
+        mailbox = Mailbox(grid, keep=max(4 * site.policy.deadline, 600.0))
+        self.roster = Roster(grid, mailbox, terms, self.base)
         # state that a checkpoint holds, together with the name of the run
         self.done = 0
         self.server = strong(alg.init(params))
@@ -89,11 +89,11 @@ class MessageRounds:
         self.counts: Counter = Counter()
         self.tested: dict[int, dict[str, list[float]]] = {}  # client -> its sums in the last evaluation
         # state that a checkpoint does not hold
-        self.desk = Desk(post, self.roster, site.policy, self.counts, say)
+        self.requests = Requests(mailbox, self.roster, site.policy, self.counts, say)
         self.secure: SecureRounds | None = None
         if site.secure is not None:
             shapes = shapes_of_messages(alg, params, site.schema, site.preprocess)
-            self.secure = secure_rounds(site.secure, alg, shapes, self.desk)
+            self.secure = secure_rounds(site.secure, alg, shapes, self.requests)
         self.durable: dict[int, str] = {}  # the dict ``taken`` of the last checkpoint
         self.restarted = False  # whether server and clients started anew since the last round
         self.durable_first = INIT  # the tag of the clients' first states in the last checkpoint
@@ -171,7 +171,7 @@ class MessageRounds:
         until, pause = time.monotonic() + self.policy.join, POLL[0]
         while len(self.roster.clients) < wanted and time.monotonic() < until:
             self.roster.greet()
-            pause = POLL[0] if self.desk.listen(None) else min(2 * pause, POLL[1])
+            pause = POLL[0] if self.requests.listen(None) else min(2 * pause, POLL[1])
             self.recover()
             if len(self.roster.clients) < wanted:
                 time.sleep(max(0.0, min(pause, until - time.monotonic())))
@@ -249,7 +249,7 @@ class MessageRounds:
         tag = f"{round_}.{exchange}.{self.attempt}{suffix}"
         arrays = records(part.send(self.server))
 
-        def letter(client: int, node: int) -> Letter:
+        def request(client: int, node: int) -> Outgoing:
             order = Order(
                 run=terms.run,
                 fingerprint=terms.fingerprint,
@@ -263,7 +263,7 @@ class MessageRounds:
                 durable=self.durable.get(client, self.durable_first),
                 layout=wanted.digest,
             )
-            return Letter(node, client, f"train.{wire.action_of(part.name)}", content(order, arrays))
+            return Outgoing(node, client, f"train.{wire.action_of(part.name)}", content(order, arrays))
 
         def read(client: int, message: Message) -> Upload | None:
             answer = read_plain(message, Answer)
@@ -272,7 +272,7 @@ class MessageRounds:
             return part.upload(up, answer.weight, wire.metrics_in(message, self.messages[exchange].metrics))
 
         name = f"exchange {part.name!r}"
-        return Asked(name, round_, tag, self.policy.minimum, wanted, letter, read, {}, {}, [], Counter())
+        return Asked(name, round_, tag, self.policy.minimum, wanted, request, read, {}, {}, [], Counter())
 
     def check_weight(self, client: int, weight: float) -> None:
         """Refuse a weight above the number of examples that the client's node stated, unless the policy allows it.
@@ -293,9 +293,9 @@ class MessageRounds:
         model = self.alg.params(self.server)
         arrays = records(model)
 
-        def letter(client: int, node: int) -> Letter:
+        def request(client: int, node: int) -> Outgoing:
             asked = Question(terms.run, terms.fingerprint, terms.schema, client, tag, wanted.digest)
-            return Letter(node, client, wire.EVALUATE, content(asked, arrays))
+            return Outgoing(node, client, wire.EVALUATE, content(asked, arrays))
 
         def read(client: int, message: Message) -> Sums | None:
             del client
@@ -308,7 +308,7 @@ class MessageRounds:
             found = _numbers(message, answer, tag, wanted)
             return found if are_sums(found, terms.population) else None
 
-        asked = Asked("the evaluation", round_, tag, 0, wanted, letter, read, {}, {}, [], Counter())
+        asked = Asked("the evaluation", round_, tag, 0, wanted, request, read, {}, {}, [], Counter())
         return asked, layout_of(model).nbytes
 
     def collect(
@@ -318,7 +318,7 @@ class MessageRounds:
         draw = partial(self.draw, round_, index, before)
         if self.secure is None:
             cohort = draw()
-            return cohort, asked, None, self.desk.collect(asked, cohort)
+            return cohort, asked, None, self.requests.collect(asked, cohort)
         asked, cohort, summed = self.secure.collect(index, asked, partial(self.order, index, round_), draw)
         return cohort, asked, summed, summed is not None
 
@@ -340,7 +340,9 @@ class MessageRounds:
             if enough:
                 cohort, asked, summed, enough = self.collect(index, round_, cohort, asked)
                 if not enough and self.policy.too_few == "abort" and not self.roster.lost:
-                    raise TooFewError(self.desk.shortage(asked, f"{self.policy.deadline:g} s, the policy's deadline"))
+                    raise TooFewError(
+                        self.requests.shortage(asked, f"{self.policy.deadline:g} s, the policy's deadline")
+                    )
             taken, means = asked.uploads if enough else {}, {}
             if summed is None:
                 step = part.step(self.server, taken, round_, self.seed)
@@ -354,7 +356,7 @@ class MessageRounds:
             self.taken |= dict.fromkeys(taken, asked.tag)
             notes += asked.notes
             size, many = self.messages[index].down.nbytes, len(cohort) if asked.tally["down"] else 0
-            columns = means | {"arrived": len(taken)} | self.desk.account(asked, started, many, size, len(taken))
+            columns = means | {"arrived": len(taken)} | self.requests.account(asked, started, many, size, len(taken))
             columns |= self.secure.columns(asked) if self.secure else {}
             columns |= self.private.record(part.name, self.attempt, round_, len(taken))
             row |= {f"{part.name}/{name}": value for name, value in columns.items()}
@@ -376,7 +378,7 @@ class MessageRounds:
             asked.notes.append(f"{who} left out, nonfinite: with its upload the server's state is not finite")
         enough = len(asked.uploads) >= asked.minimum
         if not enough and self.policy.too_few == "abort":
-            raise TooFewError(self.desk.shortage(asked, "the round"))
+            raise TooFewError(self.requests.shortage(asked, "the round"))
         return enough
 
     def ask_for(self, metrics: Callable, site: Site, testers: int) -> None:
@@ -410,13 +412,13 @@ class MessageRounds:
         which = address.cohort(self.seed, self.done - 1, len(self.parts), len(here), drawn) if drawn else []
         asked, size = self.question(self.done - 1, self.sums)
         cohort = [here[i] for i in which]
-        self.desk.collect(asked, cohort)
+        self.requests.collect(asked, cohort)
         found = {client: sums for client, sums in asked.uploads.items() if sums}
         self.tested = {
             client: {name: both.tolist() for name, both in found[client].items()} for client in sorted(found)
         }
         columns = {"tested": len(found), "untested": len(asked.uploads) - len(found)}
-        columns |= self.desk.account(asked, started, len(cohort), size, len(found))
+        columns |= self.requests.account(asked, started, len(cohort), size, len(found))
         row = told.row | {f"{wire.EVALUATE}/{name}": value for name, value in columns.items()}
         row["late"] += self.counts["late"] - late
         row["seconds"] += columns["seconds"]

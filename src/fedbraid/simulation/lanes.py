@@ -18,24 +18,24 @@ import numpy as np
 from fedbraid.local import Fold, LocalWork
 from fedbraid.lowering import extent_of, grow
 from fedbraid.simulation.plan import Plan, Timetable
-from fedbraid.simulation.tally import Bench, ClientResult, Tally, add_clients, zero_tally
+from fedbraid.simulation.tally import ClientResult, SharedInputs, Tally, add_clients, zero_tally
 
 __all__ = ["run_on_lanes"]
 
 PyTree = Any
 
 
-def run_on_lanes(bench: Bench, plan: Plan, matrices: Any, states: PyTree) -> tuple[Tally, PyTree]:
+def run_on_lanes(shared: SharedInputs, plan: Plan, matrices: Any, states: PyTree) -> tuple[Tally, PyTree]:
     """All clients of an exchange on one device: their tally and their next states.
 
     Folds run one after the other over the whole cohort. The results of all folds but the last are kept, one per
     client. The results of the last fold are summed at once, so a single fold needs memory for its lanes only.
     """
-    work = cast(LocalWork, bench.exchange.client)
+    work = cast(LocalWork, shared.exchange.client)
     kept: tuple = ()
     for index in range(len(work.folds) - 1):
-        kept = (*kept, _LaneFold(bench, plan, matrices, index, kept).run(states)[0])
-    return _LaneFold(bench, plan, matrices, len(work.folds) - 1, kept).run(states)
+        kept = (*kept, _LaneFold(shared, plan, matrices, index, kept).run(states)[0])
+    return _LaneFold(shared, plan, matrices, len(work.folds) - 1, kept).run(states)
 
 
 def _at(tree: PyTree, i: Any) -> PyTree:
@@ -50,7 +50,7 @@ def _put(tree: PyTree, i: Any, new: PyTree) -> PyTree:
 class _LaneFold:
     """One fold of all clients of a device; ``kept`` holds the results of the folds before it."""
 
-    bench: Bench
+    shared: SharedInputs
     plan: Plan
     matrices: Any
     index: int
@@ -58,7 +58,7 @@ class _LaneFold:
 
     @property
     def work(self) -> LocalWork:
-        return cast(LocalWork, self.bench.exchange.client)
+        return cast(LocalWork, self.shared.exchange.client)
 
     @property
     def fold(self) -> Fold:
@@ -66,7 +66,7 @@ class _LaneFold:
 
     @property
     def table(self) -> Timetable:
-        return self.bench.slots.lanes[self.index]
+        return self.shared.slots.lanes[self.index]
 
     @property
     def is_last(self) -> bool:
@@ -74,36 +74,36 @@ class _LaneFold:
 
     @property
     def gather(self) -> bool:
-        return self.bench.exchange.reducer.kind == "gather"
+        return self.shared.exchange.reducer.kind == "gather"
 
     # -- one client, by its slot
 
     def fold_key(self, slot: Any) -> Any:
-        return self.work.fold_key(self.bench.client_key(slot), self.index)
+        return self.work.fold_key(self.shared.client_key(slot), self.index)
 
     def begin(self, states: PyTree, slot: Any) -> PyTree:
-        return self.fold.begin(self.bench.down, _at(states, slot), self.fold_key(slot))
+        return self.fold.begin(self.shared.down, _at(states, slot), self.fold_key(slot))
 
     def advance(self, slot: Any, k: Any, carry: PyTree) -> PyTree:
-        return self.fold.advance(carry, k, self.bench.down, self.bench.data(slot), self.fold_key(slot))
+        return self.fold.advance(carry, k, self.shared.down, self.shared.data(slot), self.fold_key(slot))
 
     def result(self, states: PyTree, slot: Any, carry: PyTree) -> Any:
-        return self.fold.end(carry, self.bench.down, _at(states, slot), self.bench.data(slot))
+        return self.fold.end(carry, self.shared.down, _at(states, slot), self.shared.data(slot))
 
     def report(self, states: PyTree, slot: Any, carry: PyTree) -> ClientResult:
         results = (*(_at(each, slot) for each in self.kept), self.result(states, slot, carry))
-        state, key = _at(states, slot), self.bench.client_key(slot)
-        return self.bench.judge(slot, state, self.work.report(results, self.bench.down, state, key))
+        state, key = _at(states, slot), self.shared.client_key(slot)
+        return self.shared.judge(slot, state, self.work.report(results, self.shared.down, state, key))
 
     # -- all clients
 
     def run(self, states: PyTree) -> tuple[PyTree, PyTree]:
         """The results by slot, or for the last fold the tally; and the clients' states."""
-        table, many = self.table, len(self.bench.slots.ids)
+        table, many = self.table, len(self.shared.slots.ids)
         width, slot = len(table.first), table.first[0]
         # With a static number of ticks the device does not synchronise with the host after each tick.
         ticks = int(self.fold.batches.count(np.int64(self.plan.alike))) if self.plan.alike else None
-        extent = extent_of(self.fold, self.plan.alike or self.bench.cap, self.plan.usual, width)
+        extent = extent_of(self.fold, self.plan.alike or self.shared.cap, self.plan.usual, width)
         growth = grow(partial(self.begin, states), self.advance, (slot, jnp.int32(0)), extent, self.matrices)
 
         def start(states: PyTree, slot: Any) -> Any:
@@ -138,7 +138,7 @@ class _LaneFold:
 
     def take(self, states: PyTree, gained: PyTree, slot: Any, ended: PyTree) -> tuple[PyTree, PyTree]:
         """Add the states and results of the clients that ended. Slots past the last one are padding and dropped."""
-        many = len(self.bench.slots.ids)
+        many = len(self.shared.slots.ids)
         real, known = slot < many, jnp.minimum(slot, many - 1)
         if not self.is_last:
             return states, _put(gained, slot, jax.vmap(partial(self.result, states))(known, ended))

@@ -27,7 +27,7 @@ from fedbraid.simulation.devices import AXIS, replicated
 from fedbraid.simulation.lanes import run_on_lanes
 from fedbraid.simulation.options import EngineOptions
 from fedbraid.simulation.plan import Plan, Slots
-from fedbraid.simulation.tally import Bench, Sizes, Tally, add_client, only, server_step, total, zero_tally
+from fedbraid.simulation.tally import SharedInputs, Sizes, Tally, add_client, only, server_step, total, zero_tally
 
 __all__ = ["Program", "Task", "compile_rounds"]
 
@@ -135,43 +135,43 @@ class _Rounds:
         """Run the clients of one device by the plan, and sum their tally over the devices."""
         exchange, plan = self.task.algorithm.exchanges[index], self.plan
         cap = int(self.task.data.train.sizes.max())
-        bench = Bench(exchange, self.task.arrival, down, key, arrays, cap, self.task.data.preprocess, slots)
+        shared = SharedInputs(exchange, self.task.arrival, down, key, arrays, cap, self.task.data.preprocess, slots)
         gather = exchange.reducer.kind == "gather"
         if plan.kind == "sequential":
-            tally, states = _sequential(bench, gather, states)
+            tally, states = _sequential(shared, gather, states)
         elif plan.kind == "lanes" and isinstance(exchange.client, LocalWork):
-            tally, states = run_on_lanes(bench, plan, self.options.matrices, states)
+            tally, states = run_on_lanes(shared, plan, self.options.matrices, states)
         else:
-            tally, states = _chunks(bench, gather, plan.chunk, states)
+            tally, states = _chunks(shared, gather, plan.chunk, states)
         if plan.devices > 1:
             summed = jax.lax.psum(tally[2:] if gather else tally, AXIS)
             tally = Tally(tally.combined, tally.weight, *summed) if gather else Tally(*summed)
         return tally, states
 
 
-def _sequential(bench: Bench, gather: bool, states: PyTree) -> tuple[Tally, PyTree]:
+def _sequential(shared: SharedInputs, gather: bool, states: PyTree) -> tuple[Tally, PyTree]:
     """One client after the other. The number of clients and of each client's steps are dynamic."""
-    shapes = jax.eval_shape(bench.run, 0, jax.tree.map(lambda leaf: leaf[0], states))
+    shapes = jax.eval_shape(shared.run, 0, jax.tree.map(lambda leaf: leaf[0], states))
 
     def body(j: Any, carry: tuple[Tally, PyTree]) -> tuple[Tally, PyTree]:
         tally, states = carry
-        result = bench.run(j, jax.tree.map(lambda leaf: leaf[j], states))
+        result = shared.run(j, jax.tree.map(lambda leaf: leaf[j], states))
         states = jax.tree.map(lambda all_, new: all_.at[j].set(new), states, result.state)
         return add_client(tally, result.tally, j, gather), states
 
-    empty = zero_tally(shapes.tally, gather, len(bench.slots.ids))
-    return jax.lax.fori_loop(0, bench.slots.live[0], body, (empty, states))
+    empty = zero_tally(shapes.tally, gather, len(shared.slots.ids))
+    return jax.lax.fori_loop(0, shared.slots.live[0], body, (empty, states))
 
 
-def _chunks(bench: Bench, gather: bool, chunk: int, states: PyTree) -> tuple[Tally, PyTree]:
+def _chunks(shared: SharedInputs, gather: bool, chunk: int, states: PyTree) -> tuple[Tally, PyTree]:
     """Vmapped chunks, one after the other. An empty slot runs a client of one example; its result is masked."""
-    slots = len(bench.slots.ids)
+    slots = len(shared.slots.ids)
     cut = partial(jax.tree.map, lambda leaf: leaf.reshape(slots // chunk, chunk, *leaf.shape[1:]))
-    live = (jnp.arange(slots, dtype=bench.slots.live.dtype) < bench.slots.live[0]).reshape(slots // chunk, chunk)
+    live = (jnp.arange(slots, dtype=shared.slots.live.dtype) < shared.slots.live[0]).reshape(slots // chunk, chunk)
 
     def one_chunk(carry: None, xs: Any) -> tuple[None, Any]:
         slot, state, used = xs
-        result = jax.vmap(bench.run)(slot, state)
+        result = jax.vmap(shared.run)(slot, state)
         tally = only(used, result.tally)
         if gather:
             return carry, (Tally(tally.combined, tally.weight, *map(total, tally[2:])), result.state)

@@ -16,8 +16,8 @@ from fedbraid.simulation.arrival import Arrival
 from fedbraid.simulation.plan import Slots
 
 __all__ = [
-    "Bench",
     "ClientResult",
+    "SharedInputs",
     "Sizes",
     "Tally",
     "add_client",
@@ -50,7 +50,7 @@ class ClientResult(NamedTuple):
     state: PyTree
 
 
-class Bench(NamedTuple):
+class SharedInputs(NamedTuple):
     """The inputs that all clients of an exchange share on one device."""
 
     exchange: Exchange

@@ -14,10 +14,10 @@ from fedbraid.core import Algorithm, MessageShapes
 from fedbraid.costs import nbytes
 from fedbraid.flower import wire
 from fedbraid.flower.aggregate import Summed
-from fedbraid.flower.asking import POLL, Asked, Desk
+from fedbraid.flower.asking import POLL, Asked, Requests
+from fedbraid.flower.mailbox import Outgoing
 from fedbraid.flower.pack import MessageError, layout_of, records
 from fedbraid.flower.policy import TooFewError
-from fedbraid.flower.post import Letter
 from fedbraid.flower.secure.messages import DEAL, KEYS, OPEN, RECORD, Call, Done, check_sums, read_tree
 from fedbraid.flower.wire import content, read_plain
 from fedbraid.masking import Secure, sizes
@@ -45,7 +45,9 @@ class Step(NamedTuple):
     down: Callable[[int], PyTree]  # (client) -> arrays
 
 
-def secure_rounds(secure: Secure, alg: Algorithm, messages: Iterable[MessageShapes], desk: Desk) -> SecureRounds:
+def secure_rounds(
+    secure: Secure, alg: Algorithm, messages: Iterable[MessageShapes], requests: Requests
+) -> SecureRounds:
     """The secure exchanges of an algorithm whose messages have these shapes. Refuses one that needs single uploads."""
     check_sums(alg)
     summands = []
@@ -59,15 +61,15 @@ def secure_rounds(secure: Secure, alg: Algorithm, messages: Iterable[MessageShap
                 "sums need decoded entries, so compression saves nothing"
             )
         summands.append(summand)
-    return SecureRounds(secure, summands, desk)
+    return SecureRounds(secure, summands, requests)
 
 
 class SecureRounds:
     """Collects the sum of the uploads of an exchange, without seeing single ones."""
 
-    def __init__(self, secure: Secure, summands: list[Summand], desk: Desk) -> None:
-        self.secure, self.summands, self.desk = secure, summands, desk
-        self.need = max(secure.threshold, desk.policy.minimum)
+    def __init__(self, secure: Secure, summands: list[Summand], requests: Requests) -> None:
+        self.secure, self.summands, self.requests = secure, summands, requests
+        self.need = max(secure.threshold, requests.policy.minimum)
 
     def collect(
         self, index: int, asked: Asked, order: Callable[[str], Asked], draw: Callable[[], list[int]]
@@ -77,17 +79,17 @@ class SecureRounds:
         asked: the exchange's own request. order: (suffix of the tag) -> the same with another tag. draw: the clients to
         ask. With the policy "wait", an exchange with too few clients is repeated, with new keys and another tag.
         """
-        desk, policy, began, attempt = self.desk, self.desk.policy, time.monotonic(), 0
+        requests, policy, began, attempt = self.requests, self.requests.policy, time.monotonic(), 0
         asked = asked._replace(minimum=self.need)
         while True:
             cohort = draw()
             summed = self.attempt(index, asked, cohort)
-            if summed is not None or policy.too_few != "wait" or desk.roster.lost:
+            if summed is not None or policy.too_few != "wait" or requests.roster.lost:
                 return asked, cohort, summed
             if time.monotonic() - began > policy.patience:
-                raise TooFewError(desk.shortage(asked, f"{policy.patience:g} s, the policy's patience"))
-            desk.roster.greet()
-            desk.listen(None)
+                raise TooFewError(requests.shortage(asked, f"{policy.patience:g} s, the policy's patience"))
+            requests.roster.greet()
+            requests.listen(None)
             time.sleep(POLL[1])
             attempt += 1
             asked = order(f"-{attempt}")._replace(minimum=self.need, notes=asked.notes, tally=asked.tally)
@@ -98,7 +100,7 @@ class SecureRounds:
         Clients that do not answer one message are not sent the next.
         """
         secure, tag = self.secure, asked.tag
-        run = self.desk.roster.terms.run
+        run = self.requests.roster.terms.run
         keys = self.ask(asked, Step(KEYS, sizes.keys_up(), _read_keys, lambda client: {}), cohort)
         keys = _without_copies(asked, keys)
         if not self.enough(asked, keys, "sent keys"):
@@ -133,7 +135,7 @@ class SecureRounds:
 
     def exclude(self, asked: Asked, client: int | None) -> None:
         """Refuse the node of a client that dealt wrong shares, so that it does not stop every exchange."""
-        roster = self.desk.roster
+        roster = self.requests.roster
         if client in roster.clients:
             node = roster.clients[client].id
             asked.tally["refused"] += 1
@@ -165,19 +167,19 @@ class SecureRounds:
 
     def ask(self, asked: Asked, step: Step, clients: list[int]) -> dict[int, Any]:
         """Send a step to the clients; returns the answers."""
-        run, tag = self.desk.roster.terms.run, asked.tag
+        run, tag = self.requests.roster.terms.run, asked.tag
 
-        def letter(client: int, node: int) -> Letter:
+        def request(client: int, node: int) -> Outgoing:
             words = content(Call(run, tag, client), records(step.down(client)))
-            return Letter(node, client, f"query.{step.name}", words)
+            return Outgoing(node, client, f"query.{step.name}", words)
 
-        return self.send(asked._replace(tag=f"{tag}.{step.name}", letter=letter), step, clients)
+        return self.send(asked._replace(tag=f"{tag}.{step.name}", request=request), step, clients)
 
     def uploads(
         self, index: int, asked: Asked, members: list[int], boxes: dict[int, dict[int, np.ndarray]]
     ) -> dict[int, Any]:
         """Send the exchange's own message with the shares for each client; returns the masked uploads."""
-        down = asked.letter(members[0], 0).content
+        down = asked.request(members[0], 0).content
         size = sum(len(array.data) for record in down.array_records.values() for array in record.values())
 
         def shares(client: int) -> PyTree:
@@ -185,16 +187,16 @@ class SecureRounds:
             rows = np.stack([boxes[i][client] for i in others])
             return {"clients": np.array(others, np.int32), "shares": rows}
 
-        def letter(client: int, node: int) -> Letter:
-            whole = asked.letter(client, node)
+        def request(client: int, node: int) -> Outgoing:
+            whole = asked.request(client, node)
             whole.content[RECORD] = records(shares(client))
             return whole
 
         step = Step("", sizes.mask_up(self.secure, self.summands[index]), lambda found: found, shares)
-        return self.send(asked._replace(letter=letter), step, members, extra=size)
+        return self.send(asked._replace(request=request), step, members, extra=size)
 
     def send(self, asked: Asked, step: Step, clients: list[int], *, extra: int = 0) -> dict[int, Any]:
-        here = [client for client in clients if client in self.desk.roster.clients]
+        here = [client for client in clients if client in self.requests.roster.clients]
         for client in sorted(set(clients) - set(here)):
             asked.notes.append(f"client {client} left out, missing: its node is gone")
             asked.tally["missing"] += 1
@@ -208,7 +210,7 @@ class SecureRounds:
 
         wanted = layout_of(step.up)
         one = asked._replace(read=read, wanted=wanted, minimum=0, uploads={}, awaited={})
-        self.desk.collect(one, here)
+        self.requests.collect(one, here)
         asked.tally["arrays_down"] += sum(nbytes(step.down(client)) + extra for client in here)
         asked.tally["arrays_up"] += len(one.uploads) * wanted.nbytes
         return one.uploads
