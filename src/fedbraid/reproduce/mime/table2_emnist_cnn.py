@@ -72,8 +72,8 @@ ENTRY = Entry(
     "batches of 10; otherwise as for Shakespeare: 40 models sent per round, nine client rates from 1 to 1e-4, server "
     f"rate 1, the same base optimizers. Second reading, with its own rows: {THINNED}, three client rates near the "
     f"best. 70% of the images of these writers are digits; in the paper's data {100 * SHARE:.0f}% are. Third: "
-    "FedAvgAdam with epsilon 1e-1 to 1e-5 and client rates 10^-1 and 10^-1.5 on the thinned digits, because Section 5.3 "
-    'says that epsilon was "more carefully chosen", where C.4 has 1e-7.',
+    "FedAvgAdam with epsilon 1e-1 to 1e-5 and client rates 10^-1 and 10^-1.5 on the thinned digits, because Section "
+    '5.3 says that epsilon was "more carefully chosen", where C.4 has 1e-7.',
     quick="MimeLite over SGD is FedAvg number for number with convolutions too, and losses fall; digits",
     run=run,
     deviations=(
