@@ -98,3 +98,23 @@ def test_haikus_start():
     assert ours["lstm"][0]["b"].tolist() == theirs["lstm"][0]["b"].tolist()
     with pytest.raises(ValueError, match="init"):
         models.char_lstm(init="torch")  # pyright: ignore[reportArgumentType]
+
+
+def test_tanh_follows_every_layer():
+    """The network of Mime's published code: the outputs of each layer pass through a tanh, its states do not."""
+    plain, squashed = (models.char_lstm(7, layers=2, hidden=5, embed=3, init="haiku", tanh=t) for t in (False, True))
+    params = squashed.init(jax.random.key(1))
+    tokens = jnp.array([[1, 4, 2, 6], [3, 3, 5, 1]])
+    x = params["embedding"][tokens]
+    for cell in params["lstm"]:
+        h = c = jnp.zeros((2, 5))
+        outputs = []
+        for t in range(4):
+            i, f, g, o = jnp.split(x[:, t] @ cell["w"] + cell["b"] + h @ cell["u"], 4, axis=-1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            outputs.append(jnp.tanh(h))
+        x = jnp.stack(outputs, axis=1)
+    expected = x @ params["dense"]["w"] + params["dense"]["b"]
+    np.testing.assert_allclose(squashed.predict(params, tokens), expected, rtol=1e-5, atol=1e-6)
+    assert float(jnp.abs(plain.predict(params, tokens) - expected).max()) > 1e-3

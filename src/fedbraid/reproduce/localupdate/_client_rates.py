@@ -109,26 +109,30 @@ def tuned(result: Mapping[str, Any], last: int) -> dict[float, tuple[float, np.n
     return found
 
 
-def compare_tuned(
-    job: Job,
-    task: Task,
-    *,
-    rounds: int,
-    every: int,
-    last: int,
-    late: int | None = None,
-    small_wins: bool = True,
-    **grid: Any,
-) -> Evidence:
-    """All client rates, each at its best server rate, over a grid (see ``run_grid``).
+def run_tuned(
+    job: Job, task: Task, *, rounds: int, every: int, last: int, late: int | None = None, **grid: Any
+) -> dict[str, Any]:
+    """All client rates and all server rates of a grid (see ``run_grid``), evaluated on the training data.
 
     last: number of last rounds; the mean loss over them chooses the server rate.
     late: evaluate every ``late``-th of these last rounds, in addition to every ``every``-th round.
-    small_wins: as above.
     """
     data = task.load(job, on_train=True)
     marks = () if late is None else range(rounds - last + late, rounds, late)
-    result = run_grid("tuned", data, job, task=task, rounds=rounds, every=every, marks=marks, **grid)
+    return run_grid("tuned", data, job, task=task, rounds=rounds, every=every, marks=marks, **grid)
+
+
+def compare_tuned(
+    job: Job, task: Task, *, rounds: int, every: int, last: int, small_wins: bool = True, **grid: Any
+) -> Evidence:
+    """All client rates, each at its best server rate, over the grid of ``run_tuned``; small_wins: as above."""
+    result = run_tuned(job, task, rounds=rounds, every=every, last=last, **grid)
+    return judge_tuned(result, every=every, last=last, small_wins=small_wins)
+
+
+def judge_tuned(result: Mapping[str, Any], *, every: int, last: int, small_wins: bool = True) -> Evidence:
+    """The findings from the result of ``run_tuned``."""
+    rounds = result["rounds"][-1]
     best = tuned(result, last)
     start = {gamma: curve[0] for gamma, (_, curve) in best.items()}
     untuned = {

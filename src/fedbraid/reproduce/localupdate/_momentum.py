@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fedbraid.drawing import COLOURS, tidy
@@ -17,13 +18,23 @@ ALPHAS = (0.1, 1.0)
 SERVERS = {"none": "no momentum", "nesterov": "Nesterov", "heavy-ball": "heavy ball"}
 
 
-def compare(job: Job, task: Task, *, last: int, **grid: Any) -> Evidence:
-    """All momenta and all alphas over a grid of rates (see ``run_grid``), judged by accuracy over the last rounds."""
+def grids(job: Job, task: Task, **grid: Any) -> dict[str, Callable[[], dict[str, Any]]]:
+    """The training runs, by the name of their file in the work folder: all momenta, and all alphas."""
     data = task.load(job)
     grid["task"] = task
-    left = {label: run_grid(kind, data, job, server=kind, **grid) for kind, label in SERVERS.items()}
-    right = {"alpha = 0": left["no momentum"]}
-    right |= {f"alpha = {a:g}": run_grid(f"alpha-{a:g}", data, job, alpha=a, **grid) for a in ALPHAS}
+    left = {kind: partial(run_grid, kind, data, job, server=kind, **grid) for kind in SERVERS}
+    return left | {f"alpha-{a:g}": partial(run_grid, f"alpha-{a:g}", data, job, alpha=a, **grid) for a in ALPHAS}
+
+
+def compare(job: Job, task: Task, *, last: int, **grid: Any) -> Evidence:
+    """All momenta and all alphas over a grid of rates (see ``run_grid``), judged by accuracy over the last rounds."""
+    return judge({name: train() for name, train in grids(job, task, **grid).items()}, last=last)
+
+
+def judge(found: Mapping[str, Mapping[str, Any]], *, last: int) -> Evidence:
+    """The findings from the results, by the names of ``grids``."""
+    left = {label: found[kind] for kind, label in SERVERS.items()}
+    right = {"alpha = 0": left["no momentum"]} | {f"alpha = {a:g}": found[f"alpha-{a:g}"] for a in ALPHAS}
     at = {name: best(result, last=last) for name, result in (left | right).items()}
     target = at["no momentum"][1]
     needed = {name: rounds_to(result, at[name][0], target) for name, result in left.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,20 +11,29 @@ from fedbraid.data.federated import FederatedData
 from fedbraid.drawing import COLOURS, DASHES, tidy
 from fedbraid.experiment.config import parse
 from fedbraid.reproduce.entry import Job
-from fedbraid.reproduce.training import best, train
+from fedbraid.reproduce.training import best, score, train
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-LAST = 10  # a score is the mean over this many last rounds
+LAST = 50  # a score is the mean over this many last rounds
 
 
 class Arm(NamedTuple):
-    """One method: the algorithm, its options and its client rates."""
+    """One method: the algorithm, its options, its client rates, and values of one more option, such as beta."""
 
     algorithm: str
     options: Mapping[str, Any]
     rates: Sequence[float]
+    option: str = ""
+    values: Sequence[float] = ()
+
+    @property
+    def points(self) -> list[dict[str, float]]:
+        rates = [{"algorithm.client_lr": rate} for rate in self.rates]
+        if not self.option:
+            return rates
+        return [{**rate, f"algorithm.{self.option}": value} for value in self.values for rate in rates]
 
 
 def femnist(job: Job) -> FederatedData:
@@ -33,21 +43,54 @@ def femnist(job: Job) -> FederatedData:
     return replace(load("femnist", path=str(job.path_of("femnist"))), unseen=None)
 
 
-def run_arm(name: str, arm: Arm, data: FederatedData, job: Job, *, rounds: int, **changes: Any) -> dict[str, Any]:
-    """One method over its rates; ``changes`` override the settings of the figures."""
-    local = {"batch_size": 20, "epochs": 10} | changes.pop("local", {})
+def run_arm(
+    name: str,
+    arm: Arm,
+    data: FederatedData,
+    job: Job,
+    *,
+    rounds: int,
+    points: Sequence[Mapping[str, float]] | None = None,
+    **changes: Any,
+) -> dict[str, Any]:
+    """One method over its points, or over some of them; ``changes`` override the settings of the figures."""
+    local = {"batch_size": 10, "epochs": 10} | changes.pop("local", {})
     config = parse(
         {
             "rounds": rounds,
-            "cohort": 10,
+            "cohort": 20,
             "model": {"name": "mlp", "hidden": [300, 100]},
-            "evaluation": {"every": 2},
+            "evaluation": {"every": 5},
             **changes,
             "algorithm": {"name": arm.algorithm, "client_lr": 1.0, **arm.options, **local},
         }
     )
-    points = [{"algorithm.client_lr": rate} for rate in arm.rates]
-    return train(name, config, data, points, work=job.work, tell=job.tell)
+    return train(name, config, data, arm.points if points is None else points, work=job.work, tell=job.tell)
+
+
+def search(
+    name: str, arm: Arm, data: FederatedData, job: Job, *, rounds: int, first: int, keep: int, **changes: Any
+) -> dict[str, Any]:
+    """All points for the ``first`` rounds; then, for each value of the option, the best ``keep`` rates for all."""
+    tried = run_arm(f"{name}-first", arm, data, job, rounds=first, **changes)
+    chosen: list[dict[str, float]] = []
+    for value in arm.values or (None,):
+        own = [i for i, p in enumerate(tried["points"]) if value is None or p[f"algorithm.{arm.option}"] == value]
+        scores = {i: score(tried, i, last=first // 5) for i in own}
+        ranked = sorted(own, key=lambda i: -scores[i] if math.isfinite(scores[i]) else math.inf)
+        chosen += [tried["points"][i] for i in sorted(ranked[:keep])]
+    return run_arm(name, arm, data, job, rounds=rounds, points=chosen, **changes)
+
+
+def among(result: Mapping[str, Any], **options: float) -> dict[str, Any]:
+    """The points of a result that have these options.
+
+    >>> points = [{"algorithm.client_lr": 1.0, "algorithm.beta": b} for b in (0.0, 0.9)]
+    >>> among({"points": points, "test_accuracy": [[0.1], [0.2]], "diverged": [False, True]}, beta=0.9)["diverged"]
+    [True]
+    """
+    own = [i for i, p in enumerate(result["points"]) if all(p[f"algorithm.{k}"] == v for k, v in options.items())]
+    return {**result, **{key: [result[key][i] for i in own] for key in ("points", "test_accuracy", "diverged")}}
 
 
 def final(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
@@ -62,8 +105,10 @@ def rates_note(results: Mapping[str, Mapping[str, Any]]) -> str:
         at, accuracy = best(result, last=LAST)
         lost = sum(result["diverged"])
         gone = f", {lost} of {len(result['points'])} diverged" if lost else ""
-        chosen.append(f"{name} {result['points'][at]['algorithm.client_lr']:.3g} ({100 * accuracy:.1f} %{gone})")
-    return f"Best client rates, with the accuracy over the last {LAST} rounds: {'; '.join(chosen)}."
+        point = ", ".join(f"{value:.3g}" for value in result["points"][at].values())
+        chosen.append(f"{name} {point} ({100 * accuracy:.1f} %{gone})")
+    about = f"Best client rates (and beta, where several were tried), with the accuracy over the last {LAST} rounds"
+    return f"{about}: {'; '.join(chosen)}."
 
 
 def draw(results: Mapping[str, Mapping[str, Any]], panels: Mapping[str, Sequence[str]]) -> Figure:

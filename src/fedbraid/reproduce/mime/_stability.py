@@ -12,7 +12,7 @@ from fedbraid.reproduce.entry import Job
 from fedbraid.reproduce.mime._table2 import run_method
 from fedbraid.reproduce.training import score
 
-LAST = 10
+LAST = 50
 
 
 def run_grid(
@@ -23,7 +23,8 @@ def run_grid(
         {f"algorithm.{key}": value for key, value in zip(grid, values, strict=True)}
         for values in itertools.product(*grid.values())
     ]
-    settings = {"model": {"name": "softmax_regression"}, "every": rounds, "marks": (rounds - 5,)} | options
+    settings = {"model": {"name": "softmax_regression"}, "every": rounds} | options
+    settings.setdefault("marks", range(max(rounds - LAST + 10, 1), rounds, 10))
     return run_method(name, data, work=job.work, rounds=rounds, points=points, tell=job.tell, **settings)
 
 

@@ -106,6 +106,7 @@ def run_method(
     piece: int | None = None,
     batch_size: int = 10,
     seed: int = 0,
+    cohort: int | None = None,
     overrides: Mapping[str, Any] | None = None,
     points: Sequence[Mapping[str, Any]] | None = None,
     label: str | None = None,
@@ -113,6 +114,7 @@ def run_method(
 ) -> dict[str, Any]:
     """One method over all client rates, as one program; the result is kept in ``work/NAME.json``.
 
+    cohort: clients per round, if not those of Table 4.
     overrides: other options of the algorithm.
     points: replace ``rates`` if more than the client rate is varied.
     label: replaces the name of the method in the file name.
@@ -123,7 +125,7 @@ def run_method(
     config = parse(
         {
             "rounds": rounds,
-            "cohort": way.cohort,
+            "cohort": way.cohort if cohort is None else cohort,
             "model": dict(model),
             "algorithm": {
                 "name": way.algorithm,
@@ -176,9 +178,18 @@ def notes(results: Mapping[str, Mapping[str, Any]], last: int) -> tuple[str, ...
 
 
 def draw(
-    results: Mapping[str, Mapping[str, Any]], paper: Mapping[str, float], last: int, *, margin: float, title: str
+    results: Mapping[str, Mapping[str, Any]],
+    paper: Mapping[str, float],
+    last: int,
+    *,
+    margin: float,
+    title: str,
+    others: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Figure:
-    """Our accuracies next to the paper's, and accuracy over client rates."""
+    """Our accuracies next to the paper's, and accuracy over client rates.
+
+    others: for each other reading of the paper, accuracies in percent by method.
+    """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -199,6 +210,11 @@ def draw(
     handles = [Line2D([], [], ls="", marker="o", color=COLOURS[0], label="ours")]
     if paper:
         handles.append(Line2D([], [], ls="", marker="|", color="0.35", ms=11, mew=2, label="paper, and our band"))
+    for k, (reading, accuracy) in enumerate((others or {}).items()):
+        look: dict[str, Any] = {"ls": "", "marker": "s^Dv"[k % 4], "ms": 5, "color": COLOURS[1 + k % 6], "mfc": "none"}
+        handles.append(Line2D([], [], label=reading, **look))
+        seen = {i: accuracy[name] for i, name in enumerate(results) if math.isfinite(accuracy.get(name, math.nan))}
+        left.plot(list(seen.values()), list(seen), **look)
     left.legend(handles=handles, frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     bases = {"SGD": COLOURS[6], "Mom": COLOURS[0], "Adam": COLOURS[1], "Adagrad": COLOURS[2]}
     dashes = {"FedAvg": ":", "MimeLite": "--", "Mime": "-"}
