@@ -100,6 +100,7 @@ def measure_advice(lab: Any, hook: str, label: str, again: bool) -> None:
     advice = ask(lab.tree)
     seconds = advice.get("seconds", time.perf_counter() - began)
     cost = {"advice_seconds": round(float(seconds), 2), "client_work": float(advice["client_work"])}
+    cost |= {key: advice[key] for key in ("sure", "problem") if key in advice}
     show(lab, label, lab.score(label, advice["algorithm"], advice.get("options", {}), **cost))
 
 

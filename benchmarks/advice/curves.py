@@ -13,7 +13,8 @@ import numpy as np
 
 KEEP = 5  # evaluations over which a target must be kept, the first one included
 LEAST = 20  # rounds that the best method needs at least
-SHARES = (0.8, 0.85, 0.9, 0.925, 0.95, 0.96, 0.97, 0.98, 0.985, 0.99, 0.995)  # of the best improvement
+LEVEL = 20  # evaluations over which the best level is averaged, so that it is not a lucky dip
+SHARES = (0.8, 0.85, 0.9, 0.925, 0.95, 0.96, 0.97, 0.98, 0.985, 0.99)  # of the best improvement
 MOST = 10.0  # a candidate that needs more than this many times the best method's rounds counts as this ratio
 
 
@@ -27,16 +28,16 @@ def mean_curve(curves: Any) -> np.ndarray:
     return np.where(np.isfinite(curves).all(0), np.where(np.isfinite(curves), curves, 0).mean(0), np.inf)
 
 
-def kept(curve: Any) -> np.ndarray:
-    """Means of each evaluation and the ``KEEP - 1`` after it.
+def kept(curve: Any, keep: int = KEEP) -> np.ndarray:
+    """Means of each evaluation and the ``keep - 1`` after it.
 
     >>> kept([5.0, 4.0, 3.0, 2.0, 1.0, 0.0]).tolist()
     [3.0, 2.0]
     """
     curve = np.asarray(curve, float)
-    if len(curve) < KEEP:
+    if len(curve) < keep:
         return np.zeros(0)
-    return np.lib.stride_tricks.sliding_window_view(curve, KEEP).mean(-1)
+    return np.lib.stride_tricks.sliding_window_view(curve, keep).mean(-1)
 
 
 def rounds_to(curve: Any, target: float) -> int | None:
@@ -53,8 +54,8 @@ def rounds_to(curve: Any, target: float) -> int | None:
 
 
 def best_level(curves: Iterable[Any]) -> float:
-    """The lowest kept loss of all curves."""
-    return min((float(kept(curve).min()) for curve in curves if len(curve) >= KEEP), default=np.inf)
+    """The lowest mean loss over ``LEVEL`` evaluations in a row, of all curves."""
+    return min((float(kept(curve, min(LEVEL, len(curve))).min()) for curve in curves), default=np.inf)
 
 
 def set_target(start: float, curves: Sequence[Any], *, share: float = 0.0, least: int = LEAST) -> dict[str, float]:

@@ -41,7 +41,7 @@ class Federation:
     kind: str
     model: str
     cohort: int | str
-    rounds: int = 300
+    rounds: int = 200
     options: dict[str, Any] = field(default_factory=dict)
     local: dict[str, Any] = field(default_factory=lambda: {"batch_size": 10, "epochs": 1})
 
@@ -49,25 +49,24 @@ class Federation:
 LINE = {"intercept": True}
 CNN = "federations:small_cnn"
 TWO = {"batch_size": 10, "epochs": 2}
-FOUR = {"batch_size": 10, "epochs": 4}
 
 FEDERATIONS = (
     Federation("chem97", "design", "natural: schools", "least_squares", 10, options=LINE),
     Federation("nafld2", "design", "natural: patients", "logistic", 10, options=LINE, local=TWO),
     Federation("synthetic-weak", "design", "weak heterogeneity, size skew", "softmax_regression", 6),
-    Federation("skewed-squares", "design", "strong heterogeneity, feature skew", "least_squares", 5, local=FOUR),
-    Federation("breast-cancer", "design", "label skew, all clients", "logistic", "all", options=LINE, local=TWO),
-    Federation("digits-mlp", "design", "label skew", "mlp", 6, 200, {"hidden": [32]}, TWO),
-    Federation("femnist-cnn", "design", "natural: writers", CNN, 5, 150),
-    Federation("shakespeare-a", "design", "natural: roles", "char_lstm", 5, 150, {"hidden": 24}),
+    Federation("skewed-squares", "design", "strong heterogeneity, feature skew", "least_squares", 5, local=TWO),
+    Federation("breast-cancer", "design", "label skew, all clients", "logistic", "all", options=LINE),
+    Federation("digits-mlp", "design", "label skew", "mlp", 6, 150, {"hidden": [32]}, TWO),
+    Federation("femnist-cnn", "design", "natural: writers", CNN, 5, 120),
+    Federation("shakespeare-a", "design", "natural: roles", "char_lstm", 5, 120, {"hidden": 24}),
     Federation("insteval", "held out", "natural: students", "least_squares", 10, options=LINE),
-    Federation("movielens", "held out", "natural: users", "logistic", 8, options=LINE, local=TWO),
+    Federation("movielens", "held out", "natural: users", "logistic", 8, options=LINE),
     Federation("synthetic-strong", "held out", "strong heterogeneity, size skew", "softmax_regression", 6),
     Federation("size-skew", "held out", "weak heterogeneity, size skew", "logistic", 8, options=LINE),
-    Federation("diabetes", "held out", "feature skew, all clients", "least_squares", "all", options=LINE, local=TWO),
-    Federation("flights-mlp", "held out", "natural: carriers, all clients", "mlp", "all", 200, {"hidden": [16]}),
-    Federation("digits-cnn", "held out", "feature skew", CNN, 5, 150),
-    Federation("shakespeare-b", "held out", "natural: roles", "char_lstm", 8, 150, {"hidden": 16}, TWO),
+    Federation("diabetes", "held out", "feature skew, all clients", "least_squares", "all", options=LINE),
+    Federation("flights-mlp", "held out", "natural: carriers, all clients", "mlp", "all", 150, {"hidden": [16]}),
+    Federation("digits-cnn", "held out", "feature skew", CNN, 5, 120),
+    Federation("shakespeare-b", "held out", "natural: roles", "char_lstm", 8, 120, {"hidden": 16}, TWO),
 )
 BY_NAME = {federation.name: federation for federation in FEDERATIONS}
 

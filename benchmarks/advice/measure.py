@@ -25,6 +25,7 @@ from fedbraid.names import options_of
 from fedbraid.simulation.evaluate import evaluator
 from fedbraid.simulation.loop import Schedule
 from fedbraid.simulation.options import EngineOptions
+from fedbraid.simulation.plan import steps_of
 from fedbraid.simulation.points import Points, PointTask, Study
 from fedbraid.simulation.program import Task
 
@@ -36,20 +37,23 @@ RATES = tuple(float(f"{10**e:.3g}") for e in np.arange(-3, 1.25, 0.5))
 
 REFERENCES: dict[str, dict[str, Sequence[float]]] = {
     "fedavg": {"client_lr": RATES},
-    "fedavgm": {"client_lr": RATES, "server_lr": (0.3, 1.0, 3.0)},
-    "fedadam": {"client_lr": RATES, "server_lr": (0.003, 0.01, 0.03, 0.1, 0.3)},
+    "fedavgm": {"client_lr": RATES, "server_lr": (1.0, 3.0, 10.0)},
+    "fedadam": {"client_lr": RATES, "server_lr": (0.01, 0.03, 0.1, 0.3, 1.0)},
     "fedprox": {"client_lr": RATES, "alpha": (0.01, 0.1, 1.0)},
     "scaffold": {"client_lr": RATES},
     "mimelite": {"client_lr": RATES},
 }
 OTHERS: dict[str, dict[str, Sequence[float]]] = {
-    "fedyogi": {"client_lr": RATES, "server_lr": (0.003, 0.01, 0.03, 0.1, 0.3)},
+    "fedyogi": {"client_lr": RATES, "server_lr": (0.01, 0.03, 0.1, 0.3, 1.0)},
     "fedadagrad": {"client_lr": RATES, "server_lr": (0.01, 0.03, 0.1, 0.3, 1.0)},
     "mime": {"client_lr": RATES},
     "feddyn": {"client_lr": RATES, "alpha": (0.01, 0.1, 1.0)},
     "fednova": {"client_lr": RATES},
 }
 """Further methods whose defaults are judged. They are no references."""
+
+
+TRACED = ("client_lr", "server_lr", "alpha")
 
 
 class Lab:
@@ -122,14 +126,12 @@ class Lab:
         found = [scores.summary(self.model.init(address.init_key(seed)))["test_loss"] for seed in seeds]
         return float(np.mean(found))
 
-    def work(self, options: Mapping[str, Any], runs: int, rounds: int) -> float:
-        """Client work in passes over a mean client's training rows."""
-        split, local = self.data.train, {**self.federation.local, **options}
-        cohort = split.num_clients if self.federation.cohort == "all" else int(self.federation.cohort)
-        passes = local.get("epochs") or 1
-        if local.get("steps") is not None:
-            passes = local["steps"] * (local.get("batch_size") or 1) / float(split.sizes.mean())
-        return runs * rounds * cohort * float(passes)
+    def work(self, algorithm: Any, runs: int, rounds: int) -> float:
+        """Client work of some runs: local steps of all clients, extra gradient passes included."""
+        sizes = self.data.train.sizes
+        steps = [np.sum(steps_of(exchange.client, sizes), axis=0) for exchange in algorithm.exchanges]
+        cohort = len(sizes) if self.federation.cohort == "all" else int(self.federation.cohort)
+        return runs * rounds * cohort * float(np.sum(steps, axis=0).mean())
 
     # -- tuning
 
@@ -163,7 +165,7 @@ class Lab:
                 "points": rows,
                 "seconds": round(spent, 2),
                 "compile_seconds": round(compiled, 2),
-                "client_work": self.work({}, runs, self.rounds),
+                "client_work": self.work(program.base.task.algorithm, runs, self.rounds),
             }
             self.save()
             print(f"{self.federation.name}: {method}: {spent:.1f} s ({compiled:.1f} s compiling)", flush=True)
@@ -232,8 +234,9 @@ class Lab:
     ) -> tuple[np.ndarray, float]:
         """The mean test curve over the test seeds, run up to each of ``stops`` until ``done``; and the seconds."""
         began = time.perf_counter()
-        rates = {key: value for key, value in options.items() if key in ("client_lr", "server_lr", "alpha")}
-        rates = {key: float(value) for key, value in rates.items() if isinstance(value, int | float)}
+        # traced also where they are defaults: then all settings of a method share one compiled program
+        known = {**options_of(algorithms.NAMES.find(method).thing), **options}
+        rates = {key: known[key] for key in TRACED if isinstance(known.get(key), int | float)}
         fixed = {key: value for key, value in options.items() if key not in rates}
 
         def make(values: Mapping[str, Any]) -> Any:

@@ -33,8 +33,9 @@ method of that federation. 1.0 is as good as a full sweep, below 1 is better, 10
 - *Rounds.* The first round after which the test loss, averaged over the five seeds, is at the target and stays there
   on average over five evaluations. The loss is evaluated after every round.
 - *Target.* The initial loss less a share of the best improvement of the six tuned methods. The share is the first of
-  80, 85, 90, 92.5, 95, 96, 97, 98, 98.5, 99 and 99.5% with which the best method needs at least 20 rounds.
-- *Client work.* Passes over a client's training rows. Seconds are those of one core, with compilation.
+  80, 85, 90, 92.5, 95, 96, 97, 98, 98.5 and 99% with which the best method needs at least 20 rounds. The best
+  improvement is that of the lowest mean over 20 rounds in a row.
+- *Client work.* Local steps of all clients. Seconds are those of one core, with compilation.
 """
 ENDING = """\
 ## Run it again

@@ -200,10 +200,11 @@ def _synthetic(variance: float, seed: int) -> Made:
 def skewed_squares(_: Path | None) -> Made:
     """Least squares in which clients have other feature scales and other solutions."""
     rng = np.random.default_rng(10)
-    common, x, y = rng.standard_normal(20), [], []
+    sizes = np.arange(1, 21) ** -0.8  # of the features: ill-conditioned for all clients
+    common, x, y = rng.standard_normal(20) / sizes, [], []
     for _client in range(40):
-        scales = 10 ** rng.uniform(-1, 0.5, 20)
-        own = common + rng.standard_normal(20)
+        scales = sizes * 10 ** rng.uniform(-0.4, 0.4, 20)
+        own = common + 0.7 * rng.standard_normal(20) / sizes
         rows = rng.standard_normal((40, 20)) * scales
         x.append(rows)
         y.append(rows @ own + 0.5 * rng.standard_normal(40))
