@@ -58,11 +58,11 @@ def best_level(curves: Iterable[Any]) -> float:
     return min((float(kept(curve, min(LEVEL, len(curve))).min()) for curve in curves), default=np.inf)
 
 
-def set_target(start: float, curves: Sequence[Any], *, share: float = 0.0, least: int = LEAST) -> dict[str, float]:
+def set_target(start: float, curves: Sequence[Any], *, least: int = LEAST) -> dict[str, float]:
     """The target: the initial loss less a share of the best improvement that any of the curves keeps.
 
-    The share is the first in ``SHARES``, from ``share`` on, with which the fastest curve needs at least ``least``
-    rounds; the last one if there is none. ``rounds`` of the result tells whether it does.
+    The share is the first in ``SHARES`` with which the fastest curve needs at least ``least`` rounds; the last one if
+    there is none. ``rounds`` of the result tells whether it does.
 
     >>> curve = 1 - np.minimum(np.arange(1, 101) / 50, 1)  # falls by 0.02 a round, from 1 to 0
     >>> found = set_target(1.0, [curve])
@@ -70,12 +70,27 @@ def set_target(start: float, curves: Sequence[Any], *, share: float = 0.0, least
     (0.2, 0.8, 40)
     """
     best = best_level(curves)
-    for part in [s for s in SHARES if s >= share] or [SHARES[-1]]:
-        target = start - part * (start - best)
+    for share in SHARES:
+        target = start - share * (start - best)
         found = [r for r in (rounds_to(curve, target) for curve in curves) if r is not None]
         if min(found, default=0) >= least:
             break
-    return {"target": target, "share": part, "start": start, "best": best, "rounds": min(found, default=0)}
+    return {"target": target, "share": share, "start": start, "best": best, "rounds": min(found, default=0)}
+
+
+def effort(curve: Any, goal: dict[str, float]) -> float:
+    """How slow a setting is, for tuning: the geometric mean of its rounds to the target and to the next two shares.
+
+    One target alone would reward a lucky dip of a noisy curve. A target that is not reached counts as twice the
+    length of the curve.
+
+    >>> curve = 1 - np.minimum(np.arange(1, 101) / 100, 1)  # 80% after 80 rounds, then 85% and 90%
+    >>> round(effort(curve, {"start": 1.0, "best": 0.0, "share": 0.8}), 2)
+    84.9
+    """
+    shares = [share for share in SHARES if share >= goal["share"]][:3]
+    found = [rounds_to(curve, goal["start"] - share * (goal["start"] - goal["best"])) for share in shares]
+    return float(np.exp(np.mean(np.log([2 * len(curve) if rounds is None else rounds for rounds in found]))))
 
 
 def ratio(rounds: int | None, best: int) -> float:

@@ -152,7 +152,7 @@ class Lab:
             program = self.program(make, keys, points=len(points), seeds=TUNING_SEEDS, split="validation")
             compiled = time.perf_counter() - began
             first = self._losses(program, points, TUNING_SEEDS[0])
-            goal = curves.set_target(start, [_short(curve) for curve in first], least=curves.LEAST + 4)["target"]
+            goal = curves.set_target(start, [_short(curve) for curve in first], least=curves.LEAST + 4)
             order = sorted(range(len(points)), key=lambda i: _rank(_short(first[i]), goal))
             again = order[:TOGETHER]
             second = self._losses(program, [points[i] for i in again], TUNING_SEEDS[1])
@@ -175,7 +175,7 @@ class Lab:
         return np.concatenate([chunk.evaluations["test_loss"] for chunk in chunks])
 
     def choose(self) -> None:
-        """The tuned point of each method: fewest rounds to the validation target, which all methods share."""
+        """The tuned point of each method: fewest rounds to the validation targets, which all methods share."""
         tuned = self.results["tuning"]
         start = self.start_loss("validation", TUNING_SEEDS)
         every = [row["curves"][0] for found in tuned.values() for row in found["points"]]
@@ -183,7 +183,7 @@ class Lab:
         chosen = {}
         for method, found in tuned.items():
             twice = [row for row in found["points"] if len(row["curves"]) == len(TUNING_SEEDS)]
-            best = min(twice, key=lambda row: _rank(curves.mean_curve(row["curves"]), goal["target"]))
+            best = min(twice, key=lambda row: _rank(curves.mean_curve(row["curves"]), goal))
             reached = curves.rounds_to(curves.mean_curve(best["curves"]), goal["target"])
             edges = [
                 key
@@ -210,12 +210,11 @@ class Lab:
                 curve, spent = self._test(method, one["values"], lambda curve: False, [self.rounds])
                 tested[method] = {"curve": _short(curve), "seconds": round(spent, 2)}
                 self.save()
-        share = self.results["validation_target"]["share"]
         start = self.start_loss("test", TEST_SEEDS)
-        goal = curves.set_target(start, [found["curve"] for found in tested.values()], share=share)
+        goal = curves.set_target(start, [found["curve"] for found in tested.values()])
         for found in tested.values():
             found["rounds"] = curves.rounds_to(found["curve"], goal["target"])
-        best = min(tested, key=lambda method: _rank(tested[method]["curve"], goal["target"]))
+        best = min(tested, key=lambda method: tested[method]["rounds"] or math.inf)
         self.results |= {
             "target": goal,
             "best": {
@@ -282,10 +281,9 @@ def _short(curve: Any) -> list[float]:
     return [float(f"{value:.6g}") if math.isfinite(value) else 1e30 for value in np.asarray(curve, float)]
 
 
-def _rank(curve: Any, target: float) -> tuple[float, float]:
-    """Sorts by rounds to the target, then by the best kept level."""
-    rounds = curves.rounds_to(curve, target)
-    return (math.inf if rounds is None else rounds, curves.best_level([curve]))
+def _rank(curve: Any, goal: dict[str, float]) -> tuple[float, float]:
+    """Sorts by the rounds to the targets, then by the best level."""
+    return curves.effort(curve, goal), curves.best_level([curve])
 
 
 def clear() -> None:

