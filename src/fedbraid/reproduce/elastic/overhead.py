@@ -146,10 +146,10 @@ def run(job: Job) -> Evidence:
 ENTRY = Entry(
     title="Elastic aggregation, Section 4 of the supplement: the cost of measuring sensitivity",
     paper=f"{PAPER}, Section 4",
-    setting="Ten clients of about 400 FEMNIST images each, a tenth of them held out; 10 local epochs in batches of 20; an "
-    "MLP of 64 units and the CNN of Reddi et al. Operations are those that XLA counts in the compiled steps, times the "
-    "number of steps, padding included. Seconds are those of a client's two passes on one machine, one client after the "
-    "other, the least of five repetitions.",
+    setting="Ten clients of about 400 FEMNIST images each, a tenth of them held out; 10 local epochs in batches of 20; "
+    "an MLP of 64 units and the CNN of Reddi et al. Operations are those that XLA counts in the compiled steps, times "
+    "the number of steps, padding included. Seconds are those of a client's two passes on one machine, one client "
+    "after the other, the least of five repetitions.",
     quick="the operations of both passes of a client; digits",
     run=run,
     deviations=(

@@ -161,8 +161,8 @@ ENTRY = Entry(
     title="Elastic aggregation, Table 1 of the supplement: how sensitivity is measured",
     paper=f"{PAPER}, Table 1",
     setting=f"{SETTING} Sensitivity in batches of 1 (eq. 1 for the average) and of 4. Client rates 0.3 and 0.1, the "
-    f"best by mean test accuracy over the last ten rounds. {CONTROL} A second control also trains only on the rows that "
-    "elastic aggregation trains on.",
+    f"best by mean test accuracy over the last ten rounds. {CONTROL} A second control also trains only on the rows "
+    "that elastic aggregation trains on.",
     quick="with mu = 0 and one batch the momentum form is the average form, number for number; the control; digits",
     run=run,
     deviations=(
