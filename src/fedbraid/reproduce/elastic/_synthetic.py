@@ -112,6 +112,12 @@ def best_rate(result: Mapping[str, Any]) -> tuple[float, np.ndarray]:
     return rate, rates[rate]
 
 
+def at_server_rate(result: Mapping[str, Any], rate: float) -> dict[str, Any]:
+    """The points of a result that have this server rate."""
+    at = [i for i, point in enumerate(result["points"]) if point["algorithm.server_lr"] == rate]
+    return {**result, **{key: [result[key][i] for i in at] for key in ("points", "diverged", "test_accuracy")}}
+
+
 def _at_rate(result: Mapping[str, Any], rows: Sequence[Any], rate: float) -> np.ndarray:
     at = [point["algorithm.client_lr"] == rate for point in result["points"]]
     return np.array([row for row, there in zip(rows, at, strict=True) if there], float)
