@@ -24,11 +24,12 @@ __all__ = [
     "exchange_key",
     "init_key",
     "normals",
+    "rows_key",
     "server_key",
     "server_noise",
 ]
 
-_INIT, _ROUNDS = 0, 1  # of a seed
+_INIT, _ROUNDS, _ROWS = 0, 1, 2  # of a seed
 _SERVER, _CLIENTS, _SERVER_NOISE = 0, 1, 2  # of an exchange
 _WORK, _ARRIVAL, _NOISE = 0, 1, 2  # of a client
 
@@ -51,6 +52,11 @@ def server_key(exchange: Any) -> Any:
 def client_key(exchange: Any, client: Any) -> Any:
     """The key of one client's local work."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(exchange, _CLIENTS), client), _WORK)
+
+
+def rows_key(seed_key: Any, client: Any) -> Any:
+    """The key by which a client divides its rows, the same in every round; ``seed_key`` is ``key(seed)``."""
+    return jax.random.fold_in(jax.random.fold_in(seed_key, _ROWS), client)
 
 
 def arrival_key(exchange: Any, client: Any) -> Any:

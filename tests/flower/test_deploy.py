@@ -173,7 +173,8 @@ def test_a_pipeline_that_changes_shapes_is_deployed_as_it_is_simulated(name, cli
     simulated = run_in_simulator(experiment)
     serve_in_process(federation, tmp_path / "run")
     table = read_metrics(tmp_path / "run")
-    for column, values in {**simulated.evaluations, "train/loss": simulated.history["train/loss"]}.items():
+    logged = {name: simulated.history[name] for name in ("train/loss", "train/boosted", "train/mean_factor")}
+    for column, values in {**simulated.evaluations, **logged}.items():
         np.testing.assert_allclose(table[column], values, rtol=2e-5)
     other = load_federation(tmp_path / "app" / "federation")
     fewer = replace(other.description, preprocess=Pipeline.of(*steps[:1]))

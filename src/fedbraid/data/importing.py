@@ -72,6 +72,7 @@ def _columns(read: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+CIFAR_FILES = ("data_batch_1", "data_batch_1.bin", "data_batch_1.png", "train", "train.bin")
 FORMATS: Mapping[str, Callable[..., None]] = {
     "tff": formats.read_tff,
     "leaf": _one(formats.read_leaf),
@@ -149,7 +150,7 @@ def sniff(path: Path) -> str:
         ("leaf", lambda n: n.endswith((".json", ".json.gz")) and ("train/" in n or path.name == "train")),
         ("npz", lambda n: n.endswith(".npz")),
         ("idx", lambda n: "images-idx3" in n),
-        ("cifar", lambda n: n.rsplit("/", 1)[-1] in ("data_batch_1", "data_batch_1.bin", "train", "train.bin")),
+        ("cifar", lambda n: n.rsplit("/", 1)[-1] in CIFAR_FILES),
         ("parquet", lambda n: n.endswith((".parquet", ".arrow"))),
         ("csv", lambda n: n.endswith((".csv", ".csv.gz", ".tsv"))),
         ("svmlight", lambda n: n.endswith((".svm", ".svmlight", ".libsvm"))),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -254,7 +255,9 @@ class _Site:
         data, _ = self.data(context, schema_from_json(order.schema))
         states = states_of(context, order.run, order.client) if self.state_layout.leaves else None
         state = self.state(states, order)
-        key = address.exchange_key(jax.random.key(order.seed), order.round, order.exchange)
+        seed_key = jax.random.key(order.seed)
+        key = address.exchange_key(seed_key, order.round, order.exchange)
+        data = replace(data, key=address.rows_key(seed_key, order.client))
         given = down, state, data, address.client_key(key, order.client)
         noise = entropy.normals(noise_shapes(self.lowered[index], *given))  # the server must not be able to compute it
         report: Report = self.programs[index](*given, noise)

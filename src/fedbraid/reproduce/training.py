@@ -28,6 +28,7 @@ from fedbraid.simulation.result import Checkpoints
 
 __all__ = ["Swap", "best", "rounds_to", "score", "spent", "train"]
 
+ENGINE = ("loss", "arrived", "refused", "round", "seconds")  # columns of the history that no server logs
 IGNORED = ("engine", "checkpoint")  # sections of a configuration that do not change results
 Swap = Callable[[Callable, Mapping[str, Any]], Algorithm]  # (loss, options of the configuration's algorithm)
 
@@ -54,8 +55,8 @@ def train(
     swap: makes the algorithm that runs instead of the one that the configuration names.
 
     The result has ``points``; ``rounds``, those that were evaluated; ``diverged``; for every test metric, under its
-    name, one list per point; ``train_loss`` of every round; ``models``, the number of models sent per round, down and
-    up; and ``seconds``.
+    name, one list per point; ``train_loss`` of every round; ``logs``, the columns that the server's ``receive`` logged;
+    ``models``, the number of models sent per round, down and up; and ``seconds``.
     """
     asked = _request(config, data, points, seeds, marks, swap)
     path = work / f"{name}.json"
@@ -133,6 +134,7 @@ def _joined(outcomes: Sequence[PointsResult], together: Points) -> dict[str, Any
         "diverged": [bool(flag) for outcome in outcomes for flag in outcome.diverged],
         **{name: column("evaluations", name) for name in pooled},
         "train_loss": column("history", "train/loss") if "train/loss" in outcomes[0].history else [],
+        "logs": {name: column("history", name) for name in outcomes[0].history if name.split("/")[-1] not in ENGINE},
         "models": together.plan.cohort * (sent.down + sent.up) / sent.model,
     }
 

@@ -117,11 +117,11 @@ class _Rounds:
             spread = jax.shard_map(
                 spread,
                 mesh=self.mesh,
-                in_specs=(one, many if self.local else one, many, many, one),
+                in_specs=(one, many if self.local else one, many, many, one, one),
                 out_specs=(Tally(each, each, one, one, cast(Any, one)), many),
                 check_vma=False,
             )
-        tally, states = spread(exchange.send(server), arrays, slots, states, key)
+        tally, states = spread(exchange.send(server), arrays, slots, states, key, seed_key)
         weight, sizes = jnp.sum(tally.weight), Sizes(self.task.data.train.num_clients, self.plan.cohort)
         server, logs = server_step(exchange, server, tally[:3], sizes, key, address.server_noise(key))
         row = {f"{exchange.name}/{k}": v / jnp.where(weight > 0, weight, jnp.nan) for k, v in tally.metrics.items()}
@@ -130,12 +130,13 @@ class _Rounds:
         return server, states, row
 
     def on_device(
-        self, index: int, down: PyTree, arrays: PyTree, slots: Slots, states: PyTree, key: Any
+        self, index: int, down: PyTree, arrays: PyTree, slots: Slots, states: PyTree, key: Any, seed_key: Any
     ) -> tuple[Tally, PyTree]:
         """Run the clients of one device by the plan, and sum their tally over the devices."""
         exchange, plan = self.task.algorithm.exchanges[index], self.plan
         cap = int(self.task.data.train.sizes.max())
-        shared = SharedInputs(exchange, self.task.arrival, down, key, arrays, cap, self.task.data.preprocess, slots)
+        preprocess = self.task.data.preprocess
+        shared = SharedInputs(exchange, self.task.arrival, down, key, seed_key, arrays, cap, preprocess, slots)
         gather = exchange.reducer.kind == "gather"
         if plan.kind == "sequential":
             tally, states = _sequential(shared, gather, states)

