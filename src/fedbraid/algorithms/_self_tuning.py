@@ -1,6 +1,6 @@
 """FedAvg with a part that tunes itself: the server's rate (fedexp, fedhyper) or the clients' rates (delta_sgd).
 
-The mathematics is in one file each: `fedbraid.transforms.extrapolation`, `fedbraid.transforms.hypergradient` and
+The mathematics is in one file each: `fedbraid.transforms.extrapolation`, `fedbraid.transforms.hypergradients` and
 `fedbraid.algorithms.local_smoothness`. As transforms, and as ``client_opt="delta_sgd"``, the same parts work over other
 algorithms, for example FedExP over SCAFFOLD.
 """

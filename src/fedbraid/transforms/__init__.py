@@ -9,7 +9,7 @@ from fedbraid.transforms.byzantine import attack
 from fedbraid.transforms.compression import qsgd, quantize, top_k
 from fedbraid.transforms.elastic_aggregation import elastic
 from fedbraid.transforms.extrapolation import fedexp
-from fedbraid.transforms.hypergradient import hypergradient
+from fedbraid.transforms.hypergradients import hypergradient
 from fedbraid.transforms.privacy import adaptive_clip, clip, dp
 from fedbraid.transforms.robust import (
     admit_if,
