@@ -319,12 +319,13 @@ def auto_by_hand(rounds, *, caution, server_lr, tau, beta):
         if t > 1:
             factor *= np.exp(beta * mean @ m / (np.linalg.norm(mean) * np.linalg.norm(m)))
         factor = np.clip(factor, 1 / 3, 2)
-        m, v = 0.9 * m + 0.1 * mean, 0.99 * v + 0.01 * mean**2
-        fair_m, root = m / (1 - 0.9**t), np.sqrt(v / (1 - 0.99**t))
+        m, v = 0.8 * m + 0.2 * mean, 0.99 * v + 0.01 * mean**2
+        fair_m, root = m / (1 - 0.8**t), np.sqrt(v / (1 - 0.99**t))
         p = fair_m / (root + tau * np.sqrt(np.mean(root**2)))
-        x = x - server_lr * factor * np.linalg.norm(fair_m) / np.linalg.norm(p) * p
+        rate = server_lr * factor * np.sqrt(1 - 0.8**t)
+        x = x - rate * np.linalg.norm(fair_m) / np.linalg.norm(p) * p
         client_rates.append((caution + (1 - caution) / (1 + t / 15)) * known[1] / known[2])
-        server_rates.append(server_lr * factor)
+        server_rates.append(rate)
     return x, client_rates, server_rates
 
 

@@ -24,9 +24,10 @@ to ``caution``, because later the noise of batches and the drift of clients coun
 
 **Server.** With D the mean of x - y_i, and with moving averages (bias corrected) m of D and v of D^2,
 
-    p = m / (sqrt(v) + tau rms(sqrt(v))),    x <- x - server_lr s (||m|| / ||p||) p,
+    p = m / (sqrt(v) + tau rms(sqrt(v))),    x <- x - server_lr s sqrt(1 - momentum^(t+1)) (||m|| / ||p||) p,
 
-where s starts at 1, is multiplied by exp(beta cos(D, last m)) in every round, and stays between 1/3 and 2.
+where s starts at 1, is multiplied by exp(beta cos(D, last m)) in every round, and stays between 1/3 and 2. The root
+makes the first steps shorter, while m is the mean of only a few rounds.
 
 Every part is invariant to the unit of the loss: a loss times a constant has the same iterates.
 
@@ -168,7 +169,7 @@ def fedauto(
     *,
     caution: Any = 0.5,
     server_lr: Any = 2.5,
-    momentum: Any = 0.9,
+    momentum: Any = 0.8,
     tau: Any = 0.1,
     beta: Any = 0.1,
     weighting: Weighting = "examples",
@@ -206,7 +207,7 @@ def fedauto(
         v = jax.tree.map(lambda v, g: B2 * v + (1 - B2) * g * g, server.v, g)
         fair_m = jax.tree.map(lambda m: m / jnp.asarray(1 - momentum**t, m.dtype), m)
         fair_v = jax.tree.map(lambda v: v / (1 - B2**t).astype(v.dtype), v)
-        rate = server_lr * factor
+        rate = server_lr * factor * jnp.sqrt(1 - momentum**t)
         move = server_direction(fair_m, fair_v, tau)
         x = jax.tree.map(lambda x, d: x - jnp.asarray(rate, d.dtype) * d, server.params, move)
         logs = {"client_rate": caution_in(count) * best_rate(smoothness), "server_rate": rate}
