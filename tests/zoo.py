@@ -218,6 +218,44 @@ ALGORITHMS: dict[str, Row] = {
         rates={**BOTH, "momentum": 0.5, "weight_decay": 0.2},
         refuses=_refuse_rates(fb.diloco, "client_lr", "momentum"),
     ),
+    "fedexp": Row(
+        fb.fedexp,
+        {"client_lr": 0.05, "eps": 1e-3, "limit": 50.0},
+        rates={"client_lr": 0.02, "eps": 0.1},
+        varied=(Varied({"client_lr": 0.3, "eps": 0.0}, {"limit": 1.0}),),
+        refuses=(
+            *_refuse_rates(fb.fedexp, "client_lr", "eps", "limit"),
+            (lambda: fb.fedexp(loss, average=1), "average"),
+        ),
+    ),
+    "fedhyper": Row(
+        fb.fedhyper,
+        {"client_lr": 0.05},
+        rates={"client_lr": 0.02, "beta": 0.5},
+        varied=(Varied({"beta": 1.0}, {"limit": 1.5}),),
+        refuses=(
+            *_refuse_rates(fb.fedhyper, "client_lr", "beta", "limit"),
+            (lambda: fb.fedhyper(loss, rule="subtractive"), "rule"),
+        ),
+    ),
+    "delta_sgd": Row(
+        fb.delta_sgd,
+        {"client_lr": 0.05},
+        rates={**BOTH, "gamma": 0.1, "delta": 0.5},
+        refuses=_refuse_rates(fb.delta_sgd, "client_lr", "gamma", "delta", "server_lr"),
+    ),
+    "feddog": Row(
+        fb.feddog,
+        {"initial": 1e-2},
+        rates={"initial": 1e-3},
+        refuses=(*_refuse_rates(fb.feddog, "initial"), (lambda: fb.feddog(loss, weighting="rows"), "weighting")),
+    ),
+    "fedauto": Row(
+        fb.fedauto,
+        {"server_lr": 0.5},
+        rates={"caution": 0.3, "server_lr": 0.2, "momentum": 0.5, "tau": 0.3, "beta": 0.3},
+        refuses=_refuse_rates(fb.fedauto, "caution", "server_lr", "momentum", "tau", "beta"),
+    ),
     "fedgd": Row(
         fb.fedgd,
         {"step": 0.05, "local_steps": 2},
@@ -421,7 +459,26 @@ TRANSFORMS: dict[str, Row] = {
             (lambda: tf.elastic(fb.fedsplit(loss), outputs), "train"),
         ),
     ),
+    "fedexp": Row(
+        tf.fedexp,
+        {"eps": 1e-3, "average": True},
+        over=fb.scaffold,
+        rates={"eps": 0.1},
+        varied=(Varied({"eps": 0.0, "limit": 50.0}, {"limit": 1.0}),),
+        invariant=lambda server, states: _gap(_innermost(server).c, states),
+        refuses=(
+            (lambda: tf.fedexp(_plain(), eps=-1.0), "eps"),
+            (lambda: tf.fedexp(fb.fedsplit(loss)), "train"),
+        ),
+    ),
     "geometric_median": _over_fedavg(tf.geometric_median),
+    "hypergradient": _over_scaffold(
+        tf.hypergradient,
+        (lambda: tf.hypergradient(_plain(), beta=-1.0), "beta"),
+        (lambda: tf.hypergradient(_plain(), limit=0.5), "limit"),
+        rates={"beta": 0.5},
+        varied=(Varied({"beta": 1.0}, {"limit": 1.5}),),
+    ),
     # with at most two uploads, as in most laws, a share has no effect: these rates are varied with all clients
     "krum": _over_fedavg(
         tf.krum, (lambda: tf.krum(_plain(), fraction=0.5), "fraction"), varied=(Varied({}, {"fraction": 0.4}),)

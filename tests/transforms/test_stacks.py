@@ -102,7 +102,18 @@ def test_a_stack_optimizes_in_the_engine():
 OPTIONS = {"elastic": {"outputs": outputs}, "top_k": {"fraction": 0.4}}
 RANKED = {"median", "trimmed_mean", "geometric_median", "krum", "multi_krum"}
 CODED = {"quantize", "qsgd", "top_k"}
-KINDS = ["adaptive_clip", "clip", "dp", "elastic", "median", "norm_bound", "quantize", "top_k"]
+KINDS = [
+    "adaptive_clip",
+    "clip",
+    "dp",
+    "elastic",
+    "fedexp",
+    "hypergradient",
+    "median",
+    "norm_bound",
+    "quantize",
+    "top_k",
+]
 
 
 def refused(outer, inner):
@@ -138,5 +149,5 @@ def test_the_registry_holds_factories_with_defaults():
         alg = factory(fb.fedavg(loss), **({"outputs": outputs} if name == "elastic" else {}))
         assert cost(alg, start(), clients()).model == 4 * 8
     assert set(KINDS) | RANKED | CODED == set(TRANSFORMS)
-    assert len(list(itertools.product(KINDS, KINDS))) == 64
+    assert len(list(itertools.product(KINDS, KINDS))) == 100
     assert median(fb.fedavg(loss)).exchanges[0].name == "train"

@@ -1,5 +1,7 @@
 """Federated algorithms, one file per family."""
 
+from fedbraid.algorithms._fedauto import fedauto
+from fedbraid.algorithms._feddog import feddog
 from fedbraid.algorithms._feddyn import feddyn
 from fedbraid.algorithms._fednova import fednova
 from fedbraid.algorithms._fedsplit import fedgd, fedprox_exact, fedsplit
@@ -24,18 +26,24 @@ from fedbraid.algorithms._maml import maml
 from fedbraid.algorithms._mime import locmime, mime, mimelite
 from fedbraid.algorithms._mvr import mime_mvr, mimelite_mvr, server_only_mvr
 from fedbraid.algorithms._scaffold import scaffold
+from fedbraid.algorithms._self_tuning import delta_sgd, fedexp, fedhyper
 from fedbraid.algorithms._server_only import server_only
 from fedbraid.core import Algorithm
 from fedbraid.names import Names
 
 __all__ = [
+    "delta_sgd",
     "diloco",
     "fedadagrad",
     "fedadam",
+    "fedauto",
     "fedavg",
     "fedavgm",
+    "feddog",
     "feddyn",
+    "fedexp",
     "fedgd",
+    "fedhyper",
     "fednova",
     "fedopt",
     "fedprox",

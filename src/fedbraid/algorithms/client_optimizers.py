@@ -4,6 +4,11 @@ A local method computes a direction g (a gradient, possibly corrected) and moves
 With ``client_opt="sgd"``, the default, the update is ``-client_lr g``. The state of another optimizer starts anew in
 every round (``client_opt_state="reset"``), or each client keeps its own between rounds (``"kept"``), which makes the
 method stateful: the same clients must take part again.
+
+Some optimizers find their rate themselves. "delta_sgd" measures the smoothness in every round and uses ``client_lr``
+for its first step only. "dog", "dowg" and "prodigy" need no rate at all: ``client_lr`` has no effect. They find it over
+a whole run, from the distance to the model at the start of the run, so they need ``client_opt_state="kept"``.
+"schedule_free" averages the local steps of one round, so that their rate need not fall; its state must be reset.
 """
 
 from __future__ import annotations
@@ -14,9 +19,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import optax
+from optax import contrib
 
+from fedbraid.algorithms.local_smoothness import delta_sgd_steps
 from fedbraid.algorithms.schedules import schedule
-from fedbraid.core import check_choice, check_number, is_zero
+from fedbraid.core import check_choice, check_number, is_traced, is_zero
 from fedbraid.local import LocalOptions
 from fedbraid.notices import notice
 
@@ -41,6 +48,32 @@ def _nesterov(learning_rate: Any, momentum: Any = 0.9) -> optax.GradientTransfor
     return optax.sgd(learning_rate, momentum, nesterov=True)
 
 
+# A loss times a constant must give the same steps, so the constants that only avoid a division by 0 are tiny.
+TINY = 1e-30
+
+
+def _dog(learning_rate: Any, initial: Any = 1e-4) -> optax.GradientTransformation:
+    return contrib.dog(learning_rate, init_step=("heuristic", initial), eps=TINY)
+
+
+def _dowg(learning_rate: Any, initial: Any = 1e-4) -> optax.GradientTransformation:
+    return contrib.dowg(learning_rate, init_estim_sq_dist=initial**2, eps=TINY)
+
+
+def _prodigy(
+    learning_rate: Any, b1: Any = 0.9, b2: Any = 0.999, initial: Any = 1e-4, weight_decay: Any = 0.0
+) -> optax.GradientTransformation:
+    opt = contrib.prodigy(learning_rate, (b1, b2), eps=TINY, estim_lr0=initial, weight_decay=weight_decay)
+    return optax.GradientTransformation(opt.init, opt.update)
+
+
+def _schedule_free(learning_rate: Any, b1: Any = 0.9) -> optax.GradientTransformation:
+    if callable(learning_rate):
+        raise ValueError("schedule_free replaces a schedule of the rate: leave out the option schedule")
+    opt = contrib.schedule_free_sgd(learning_rate, b1=b1)
+    return optax.GradientTransformation(opt.init, opt.update)
+
+
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "sgd": optax.sgd,
     "momentum": _momentum,
@@ -55,8 +88,15 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "lion": optax.lion,
     "yogi": optax.yogi,
     "lamb": optax.lamb,
+    "delta_sgd": delta_sgd_steps,
+    "dog": _dog,
+    "dowg": _dowg,
+    "prodigy": _prodigy,
+    "schedule_free": _schedule_free,
 }
 """The optimizers that a configuration can name; in Python any optax optimizer works."""
+
+WITHOUT_RATE = ("dog", "dowg", "prodigy")  # they find their rate over a whole run
 
 COMMON = ("weight_decay", "clip_norm", "schedule")
 
@@ -88,6 +128,11 @@ def optimizer(spec: OptimizerSpec, lr: Any, *, what: str = "client_opt") -> opta
     if name not in OPTIMIZERS:
         raise ValueError(f"{what} must be one of {', '.join(OPTIMIZERS)}, or a table with such a name, got {name!r}")
     factory = OPTIMIZERS[name]
+    if name in WITHOUT_RATE:
+        if is_traced(lr) or lr != 1.0:
+            rate = "the learning rate" if is_traced(lr) else f"the learning rate {lr!r}"
+            notice(f"{what} {name!r} finds its rate itself: {rate} has no effect; set it to 1.0 to say so")
+        lr = 1.0
     own = [option for option in inspect.signature(factory).parameters if option != "learning_rate"]
     for option in table:
         if option not in (*own, *COMMON):
@@ -137,6 +182,24 @@ def _decay(lr: Any, decay: Any, factor: Callable | None) -> optax.GradientTransf
     return optax.GradientTransformation(steps.init, update)
 
 
+def _check_state(client_opt: OptimizerSpec, client_opt_state: str) -> None:
+    """Refuse a state that is reset or kept where the optimizer's theory needs the other."""
+    name = client_opt.get("name") if isinstance(client_opt, Mapping) else client_opt
+    if not isinstance(name, str):
+        return
+    if name in WITHOUT_RATE and client_opt_state != "kept":
+        raise ValueError(
+            f"client_opt {name!r} finds its rate over a whole run, from tiny first steps: with client_opt_state="
+            f"{client_opt_state!r} every round starts with them again. Set client_opt_state='kept', or use the "
+            "algorithm feddog, whose server keeps what is needed"
+        )
+    if name == "schedule_free" and client_opt_state != "reset":
+        raise ValueError(
+            "client_opt 'schedule_free' averages the steps since its start, which must be the server's model: "
+            f"set client_opt_state='reset', got {client_opt_state!r}"
+        )
+
+
 class ClientOptimizer(NamedTuple):
     """How a client moves its model along a direction.
 
@@ -179,6 +242,7 @@ def client_optimizer(
             return moved, state
 
         return ClientOptimizer(lambda params: (), descend, kept=False, plain=True)
+    _check_state(client_opt, client_opt_state)
     opt = optimizer(client_opt, lr)
 
     def step(params: PyTree, direction: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:

@@ -8,6 +8,8 @@ from fedbraid.transforms.accounting import epsilon, epsilon_by_round, epsilon_of
 from fedbraid.transforms.byzantine import attack
 from fedbraid.transforms.compression import qsgd, quantize, top_k
 from fedbraid.transforms.elastic_aggregation import elastic
+from fedbraid.transforms.extrapolation import fedexp
+from fedbraid.transforms.hypergradients import hypergradient
 from fedbraid.transforms.privacy import adaptive_clip, clip, dp
 from fedbraid.transforms.robust import (
     admit_if,
@@ -31,7 +33,9 @@ __all__ = [
     "epsilon",
     "epsilon_by_round",
     "epsilon_of_rows",
+    "fedexp",
     "geometric_median",
+    "hypergradient",
     "is_private",
     "krum",
     "median",
@@ -48,7 +52,9 @@ TRANSFORMS: Mapping[str, Callable[..., Algorithm]] = {
     "clip": clip,
     "dp": dp,
     "elastic": elastic,
+    "fedexp": fedexp,
     "geometric_median": geometric_median,
+    "hypergradient": hypergradient,
     "krum": krum,
     "median": median,
     "multi_krum": multi_krum,
