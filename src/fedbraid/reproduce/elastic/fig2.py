@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ROUNDS, RATES = 60, (0.3, 0.1, 0.03)
 METHODS: dict[str, dict[str, Any]] = {
     "FedAvg": {"name": "fedavg"},
-    "FedAvgM": {"name": "fedavgm", "momentum": 0.9, "server_lr": 1.0},
+    "FedAvgM": {"name": "fedavgm", "momentum": 0.9, "kind": "average", "server_lr": 1.0},
     "FedProx": {"name": "fedprox", "alpha": 0.1},
 }
 

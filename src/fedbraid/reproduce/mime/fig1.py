@@ -14,7 +14,7 @@ HIGH, MIDDLE, LOW = (10**-0.5,), (10**-1.0,), (10**-1.5,)  # the best of these t
 ARMS = {
     "Mime": Arm("mime", {"base": "momentum", "beta": BETA}, MIDDLE),
     "MimeLite": Arm("mimelite", {"base": "momentum", "beta": BETA}, LOW),
-    "FedAvg": Arm("fedavgm", {"momentum": BETA}, HIGH),
+    "FedAvg": Arm("fedavgm", {"momentum": BETA, "kind": "average"}, HIGH),
     "SCAFFOLD": Arm("scaffold", {"weighting": "examples"}, MIDDLE),
     "FedProx": Arm("fedprox", {"alpha": 0.1}, HIGH),
     "Loc-Mime": Arm("locmime", {"base": "momentum", "beta": BETA}, LOW),
