@@ -21,8 +21,10 @@ with m_i clients that have neuron i. Given the B of all clients but j, the most 
     the same with s_i = 0 and m_i = 0, + 2 log(gamma0 / J) - 2 log k                          as the k-th new neuron.
 
 The Hungarian method finds the B^j with the largest total gain. Clients are visited in turn, at first to add them one by
-one, then again in up to ``sweeps`` sweeps, which end when a sweep changes nothing. A visit maximizes the posterior of
-B^j given the other assignments, so it never decreases it.
+one, then again in up to ``sweeps`` sweeps, which end when a sweep changes nothing. A visit of a sweep is undone if it
+would decrease the posterior of all assignments, sum_i |s_i|^2 / p_i + 2 log(gamma0 (J - m_i)! (m_i - 1)!) up to a
+constant. The paper has no such rule. A decrease is possible (and rare) because of the term 2 log k: it belongs to the
+probability of the number of a client's new neurons, and not to that posterior.
 
 In a network of one hidden layer, v_jl has the neuron's weights from the inputs, its bias and its weights to the
 outputs. Deeper networks are matched from the top. There v_jl has the bias and the weights to the global neurons of the
@@ -274,26 +276,23 @@ def match(vectors: Any, real: Any, present: Any, matching: Matching) -> Any:
 
     def visit(t: Any, place: Any, quiet: Any) -> tuple[Any, Any]:
         j = t % clients
-        visited = (jnp.arange(clients) < t) & (jnp.arange(clients) != j)
-        gain = _gains(vectors[j], *_totals(vectors, place, real & visited[:, None], matching.sigma_squared), number)
-        gain = jnp.where(real[j][:, None], gain, 0)
-        found = _assign(gain)
-        now, best = jnp.sum(gain[rows, place[j]]), jnp.sum(gain[rows, found])
-        # equally good assignments, such as permutations of new neurons, must not replace each other for ever
-        better = present[j] & (best - now > 64 * jnp.finfo(gain.dtype).eps * jnp.sum(jnp.abs(gain[rows, found])))
-        return place.at[j].set(jnp.where(better, found, place[j])), jnp.where(better, 0, quiet + 1)
-
-    def _gains(own: Any, totals: Any, counts: Any, number: Any) -> Any:
-        """Proposition 2, for all pairs of own neurons and places."""
-        own = own / _like(matching.sigma_squared, own)
-        precision, one = _precision(counts, matching), 1 / _like(matching.sigma_squared, own)
-        squares, products = jnp.sum(totals**2, 1), jnp.matmul(own, totals.T, precision=jax.lax.Precision.HIGHEST)
-        together = squares + 2 * products + jnp.sum(own**2, 1)[:, None]
+        others = (jnp.arange(clients) < t) & (jnp.arange(clients) != j)
+        totals, counts = _totals(vectors, place, real & others[:, None], matching.sigma_squared)
         new = counts == 0
-        kth = jnp.maximum(jnp.cumsum(new), 1).astype(own.dtype)
-        fresh = jnp.log(_like(matching.gamma0, own) / number) - jnp.log(kth)
-        shared = jnp.log(jnp.maximum(counts, 1) / jnp.maximum(number - counts, 1))
-        return together / (precision + one) - squares / precision + 2 * jnp.where(new, fresh, shared)
+        gain = jnp.where(real[j][:, None], _gains(vectors[j], totals, counts, number, matching), 0)
+        kth = jnp.log(jnp.maximum(jnp.cumsum(new), 1).astype(gain.dtype))
+        found = _assign(jnp.where(real[j][:, None] & new, gain - 2 * kth, gain))
+
+        def values(at: Any) -> tuple[Any, Any]:
+            """2 log posterior of a placement up to a constant: of all clients, and of this one given the others."""
+            total, added = jnp.sum(gain[rows, at]), jnp.sum((real[j] & new[at]).astype(gain.dtype))
+            return total, total - 2 * jax.lax.lgamma(added + 1)
+
+        (joint, given), (old_joint, old_given) = values(found), values(place[j])
+        # placements that are equally good, such as permutations of new neurons, must not replace each other for ever
+        slack = 64 * jnp.finfo(gain.dtype).eps * jnp.sum(jnp.abs(gain[rows, found]))
+        better = present[j] & (given > old_given + slack) & ((joint > old_joint - slack) | (t < clients))
+        return place.at[j].set(jnp.where(better, found, place[j])), jnp.where(better, 0, quiet + 1)
 
     def goes_on(carry: tuple) -> Any:
         t, _, quiet = carry
@@ -303,6 +302,20 @@ def match(vectors: Any, real: Any, present: Any, matching: Matching) -> Any:
     zero = jnp.zeros((), rows.dtype)
     begin = (zero, place, zero)
     return jax.lax.while_loop(goes_on, lambda carry: (carry[0] + 1, *visit(*carry)), begin)[1]
+
+
+def _gains(own: Any, totals: Any, counts: Any, number: Any, matching: Matching) -> Any:
+    """Proposition 2 without -2 log k, for all pairs of own neurons and places; ``counts`` are those of the others."""
+    one = 1 / _like(matching.sigma_squared, own)
+    own, precision = own * one, _precision(counts, matching)
+    squares, products = jnp.sum(totals**2, 1), jnp.matmul(own, totals.T, precision=jax.lax.Precision.HIGHEST)
+    together = squares + 2 * products + jnp.sum(own**2, 1)[:, None]
+    odds = jnp.where(
+        counts == 0,
+        _like(matching.gamma0, own) / number,
+        jnp.maximum(counts, 1) / jnp.maximum(number - counts, 1),
+    )
+    return together / (precision + one) - squares / precision + 2 * jnp.log(odds)
 
 
 def _totals(vectors: Any, place: Any, real: Any, sigma_squared: Any) -> tuple[Any, Any]:
