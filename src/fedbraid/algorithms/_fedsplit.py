@@ -217,7 +217,6 @@ def fedsplit(
     if not noisy and (prox_lr is not None or batch_size is not None):
         raise ValueError(f"prox_lr and batch_size are options of prox='stochastic', got prox={prox!r}: leave them out")
     rate = _stochastic_rate(prox_lr, s, low, high) if noisy else None
-    batches = Batches(batch_size, steps=local_steps)
     solve = named_solver(
         "backtracking" if noisy else prox,  # not used with stochastic steps
         local_steps=local_steps,
@@ -226,6 +225,7 @@ def fedsplit(
         strong_convexity=low,
         smoothness=high,
     )
+    batches = Batches(batch_size, steps=local_steps)
 
     def init_client(params: Any) -> SplitClient:
         return SplitClient(params, params if pulled else ())
