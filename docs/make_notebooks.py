@@ -106,6 +106,7 @@ over = {{ client_lr = "logspace(-1, 0.5, 4)" }}
 [[methods]]
 label = "FedAvgM"
 name = "fedavgm"
+kind = "average"
 over = {{ client_lr = "logspace(-1, 0.5, 4)" }}
 [[methods]]
 label = "SCAFFOLD"

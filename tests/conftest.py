@@ -60,12 +60,13 @@ def strict():
 
 @pytest.fixture(scope="session", autouse=True)
 def _told_that_noise_is_seeded():
-    """Private algorithms are simulated in many tests; a process says only once that their noise is seeded."""
-    from fedbraid.simulation.rounds import say_noise_is_seeded
+    """Many tests simulate private algorithms, and lookahead with several clients; a process is told only once."""
+    from fedbraid.simulation.rounds import say_fewer_clients, say_noise_is_seeded
     from told import collecting
 
     with collecting():
         say_noise_is_seeded()
+        say_fewer_clients(1)  # lookahead
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,8 @@ integers or booleans to floats. ``make check`` runs only the laws marked ``core`
 
 import functools
 import itertools
+import re
+from pathlib import Path
 from typing import Any, Unpack, get_args, get_origin, get_type_hints
 
 import jax
@@ -21,7 +23,7 @@ from fedbraid.testing import laws
 from fedbraid.testing.problem import gradient
 from fedbraid.testing.reference import interpret
 from shared_programs import COHORT, LOSSY, RAGGED, compiled, lossy, program, ragged, sharing
-from zoo import ALGORITHMS, IMAGES, LOCAL, ROWS, TRANSFORMS, clients, optimum, start
+from zoo import ALGORITHMS, ELSEWHERE, IMAGES, LOCAL, ROWS, TRANSFORMS, clients, optimum, start
 
 WHOLE = {"batch_size": None, "steps": 2}  # full batches, which need no shuffling
 ROUNDS, SEED = 4, {"float64": 3360, "float32": 1876}  # of lossy runs; see test_the_seeds_tell
@@ -285,5 +287,7 @@ def test_convolutions_rewritten_and_native_agree(name):
 
 
 def test_every_algorithm_and_transform_has_a_row():
-    assert set(fb.algorithms.ALGORITHMS) == set(ALGORITHMS)
+    assert set(fb.algorithms.ALGORITHMS) == {*ALGORITHMS, *ELSEWHERE}
+    for name, place in ELSEWHERE.items():
+        assert re.search(rf"fb\.{name}\(.*\bcheck\(", (Path(__file__).parent / place).read_text(), re.DOTALL)
     assert set(fb.transforms.TRANSFORMS) == set(TRANSFORMS)

@@ -277,7 +277,10 @@ ALGORITHMS: dict[str, Row] = {
         (),
         rates={"step": 0.2, "relaxation": 0.5},
         # without a step, l and L set it
-        varied=(Varied({**SOLVER, "step": None, "regularization": 0.2}, {**SOLVER_RATES, "regularization": 0.1}),),
+        varied=(
+            Varied({**SOLVER, "step": None, "regularization": 0.2}, {**SOLVER_RATES, "regularization": 0.1}),
+            Varied({"prox": "stochastic", "prox_lr": 0.1}, {"prox_lr": 0.05}),
+        ),
         invariant=lambda server, states: max(
             jnp.abs(x - z.mean(0)).max()
             for x, z in zip(jax.tree.leaves(server.params), jax.tree.leaves(states.z), strict=True)
@@ -287,6 +290,9 @@ ALGORITHMS: dict[str, Row] = {
             *_refuse_rates(fb.fedsplit, "step", "relaxation", "regularization"),
             (lambda: fb.fedsplit(loss, prox="gradient"), "smoothness"),
             (lambda: fb.fedsplit(loss, estimate="dense"), "data"),
+            (lambda: fb.fedsplit(loss, batch_size=4), "batch_size"),
+            (lambda: fb.fedsplit(loss, prox="stochastic"), "smoothness"),
+            (lambda: fb.fedsplit(loss, prox="stochastic", prox_lr=0.0), "prox_lr"),
         ),
     ),
     "maml": Row(
@@ -382,6 +388,39 @@ ALGORITHMS: dict[str, Row] = {
         exact=True,
         refuses=_refuse_rates(fb.feddyn, "alpha", "client_lr"),
     ),
+    "fedac": Row(
+        fb.fedac,
+        {"client_lr": 0.05, "alpha": 3.0, "beta": 4.0, "gamma": 0.1},
+        rates={"client_lr": 0.02, "alpha": 2.0, "beta": 2.0, "gamma": 0.05},
+        varied=(
+            Varied(
+                {"alpha": None, "beta": None, "gamma": None, "variant": "I"},
+                {"client_lr": 0.02, "strong_convexity": 0.5},
+            ),
+        ),
+        refuses=(
+            *_refuse_rates(fb.fedac, "client_lr", "strong_convexity"),
+            (lambda: fb.fedac(loss, variant="III"), "variant"),
+            (lambda: fb.fedac(loss, alpha=2.0, gamma=0.1), "beta"),
+            (lambda: fb.fedac(loss, alpha=0.5, beta=2.0, gamma=0.1), "alpha"),
+            (lambda: fb.fedac(loss, epochs=2), "steps"),
+            (lambda: fb.fedac(loss, client_lr=20.0, strong_convexity=1.0), "client_lr"),
+        ),
+    ),
+    "q_fedavg": Row(
+        fb.q_fedavg,
+        {"client_lr": 0.05, "q": 1.5},
+        rates={"client_lr": 0.02, "q": 0.5},
+        varied=(Varied({"smoothness": 20.0}, {"smoothness": 30.0}),),
+        refuses=_refuse_rates(fb.q_fedavg, "q", "client_lr", "smoothness"),
+    ),
+    "afl": Row(
+        fb.afl,
+        {"lr": 0.05, "lambda_lr": 0.02},
+        BATCHES,
+        rates={"lr": 0.02, "lambda_lr": 0.1},
+        refuses=(*_refuse_rates(fb.afl, "lr", "lambda_lr"), (lambda: fb.afl(loss, output="best"), "output")),
+    ),
     "fednova": Row(
         fb.fednova,
         {"client_lr": 0.05, "rho": 0.5, "alpha": 0.1},
@@ -389,6 +428,9 @@ ALGORITHMS: dict[str, Row] = {
         refuses=_refuse_rates(fb.fednova, "client_lr", "server_lr", "rho", "alpha"),
     ),
 }
+
+ELSEWHERE = {"pfnm": "algorithms/test_pfnm.py"}
+"""Algorithms for one kind of network, and the test that runs `fedbraid.testing.check` on them with such a network."""
 
 
 def _innermost(state: Any) -> Any:

@@ -193,6 +193,7 @@ class Exchange(NamedTuple):
     keeps: tuple[Literal["pseudograd", "aux"], ...] = ()
     sealed: Guarantee | None = None
     guards: tuple[str, ...] = ()
+    at_most: int | None = None  # clients per round that the method is defined for; engines say it if there are more
 
 
 class Algorithm(NamedTuple):

@@ -441,3 +441,47 @@ def test_without_a_population_it_is_refused():
     aggregate = Aggregate(Up(jnp.zeros(3)), 2.0, 2, None)
     with pytest.raises(ValueError, match="population"):
         alg.exchanges[0].receive(alg.init(jnp.zeros(3)), aggregate, None)
+
+
+# --- stochastic proxes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("objective", ["mean", "sum"])
+def test_a_stochastic_prox_on_all_examples_is_that_of_gradient_steps(objective):
+    known = KNOWN if objective == "mean" else {"strong_convexity": 6 * LOW, "smoothness": 9 * HIGH}
+    options = {"local_steps": 3, "objective": objective, "start": "point", **known}
+    noisy, plain = (land(fb.fedsplit(loss, prox=prox, **options), 8)[0] for prox in ("stochastic", "gradient"))
+    np.testing.assert_allclose(noisy, plain, rtol=1e-12)
+    assert np.abs(plain - X).max() > 1e-2
+
+
+def noisy_means(scale, seed=0):
+    """Clients whose examples scatter about their own mean: only the gradients of batches have noise."""
+    rng = np.random.default_rng(seed)
+    clients = []
+    for _ in range(3):
+        scatter = rng.normal(size=(12, 2))
+        clients.append({"e": rng.normal(size=2) + scale * (scatter - scatter.mean(0))})
+    return fb.Split.from_clients(clients)
+
+
+def test_the_floor_of_a_stochastic_prox_is_its_noise():
+    """With the same batches of quadratics, the error is proportional to the noise; rates and batch sizes lower it."""
+
+    def square(params, batch, key):
+        each = 0.5 * jnp.sum(jnp.array([1.0, 4.0]) * (params - batch["e"]) ** 2, -1)
+        return masked_mean(each, batch["mask"])
+
+    def error(scale, **options):
+        given = {"prox_lr": 0.2, "batch_size": 3, "local_steps": 8} | options
+        alg = fb.fedsplit(square, step=0.5, prox="stochastic", **given)
+        data = noisy_means(scale)
+        best = data.arrays["e"].mean(0)  # all clients have 12 examples
+        return np.asarray(fb.simulate(alg, jnp.zeros(2), data, rounds=60, devices=1).params) - best
+
+    assert np.linalg.norm(error(0.0)) < 1e-8
+    one = error(1.0)
+    assert 1e-3 < np.linalg.norm(one) < 1
+    np.testing.assert_allclose(error(2.0), 2 * one, rtol=1e-5, atol=1e-8)
+    assert np.linalg.norm(error(1.0, batch_size=12)) < 1e-8  # all examples in a batch: no noise
+    assert np.linalg.norm(error(1.0, prox_lr=0.02, local_steps=80)) < np.linalg.norm(one)

@@ -8,6 +8,8 @@ import pytest
 import fedbraid as fb
 from closed_forms import distortion, loss, problem, rounds_of, surrogate_minimizer, uploads
 from fedbraid.algorithms import server_optimizers
+from fedbraid.simulation.rounds import say_fewer_clients
+from told import told
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -121,6 +123,32 @@ def test_lookahead_goes_part_of_the_way():
     for _ in range(5):
         fast = fast - 0.1 * (alone.A[0] @ fast - alone.b[0])
     np.testing.assert_allclose(moved, X + 0.5 * (fast - X), rtol=1e-12)
+
+
+def test_lookahead_says_once_that_it_is_for_one_client():
+    alg = fb.lookahead(loss, client_lr=0.1, **WHOLE)
+    say_fewer_clients.cache_clear()
+    fb.simulate(alg, jnp.asarray(X), P.split, rounds=1, cohort=1, devices=1)  # a notice here would fail the test
+    with told("defined for at most 1 client") as texts:
+        for _ in range(2):
+            fb.simulate(alg, jnp.asarray(X), P.split, rounds=1, cohort=2, devices=1)
+    assert len(texts) == 1
+
+
+def test_fedavgm_is_that_of_its_paper():
+    """Hsu et al. 2019: v <- beta v + delta, x <- x - v, with the mean update delta by examples; by default."""
+    x, v = X.copy(), np.zeros(3)
+    for _ in range(4):
+        deltas = []
+        for A, b in zip(P.A, P.b, strict=True):
+            y = x.copy()
+            for _ in range(5):
+                y = y - 0.1 * (A @ y - b)
+            deltas.append(x - y)
+        v = 0.9 * v + np.average(deltas, axis=0, weights=P.n)
+        x = x - v
+    moved = land(fb.fedavgm(loss, client_lr=0.1, **WHOLE), rounds=4, start=X)
+    np.testing.assert_allclose(moved, x, rtol=1e-12)
 
 
 def test_examples_or_uniform():

@@ -1,5 +1,7 @@
 """Federated algorithms, one file per family."""
 
+from fedbraid.algorithms._fair import afl, q_fedavg
+from fedbraid.algorithms._fedac import fedac
 from fedbraid.algorithms._fedauto import fedauto
 from fedbraid.algorithms._feddog import feddog
 from fedbraid.algorithms._feddyn import feddyn
@@ -25,6 +27,7 @@ from fedbraid.algorithms._local_update import (
 from fedbraid.algorithms._maml import maml
 from fedbraid.algorithms._mime import locmime, mime, mimelite
 from fedbraid.algorithms._mvr import mime_mvr, mimelite_mvr, server_only_mvr
+from fedbraid.algorithms._pfnm import pfnm
 from fedbraid.algorithms._scaffold import scaffold
 from fedbraid.algorithms._self_tuning import delta_sgd, fedexp, fedhyper
 from fedbraid.algorithms._server_only import server_only
@@ -32,8 +35,10 @@ from fedbraid.core import Algorithm
 from fedbraid.names import Names
 
 __all__ = [
+    "afl",
     "delta_sgd",
     "diloco",
+    "fedac",
     "fedadagrad",
     "fedadam",
     "fedauto",
@@ -62,6 +67,8 @@ __all__ = [
     "mimelite",
     "mimelite_mvr",
     "minibatch_sgd",
+    "pfnm",
+    "q_fedavg",
     "reptile",
     "scaffold",
     "server_only",

@@ -17,6 +17,14 @@ multiplies the error by 1 - 2 / (sqrt(kappa) + 1). If each prox has an error of 
 (sqrt(kappa) + 1) b (Theorem 1). That error floor is for solvers that start at the prox's argument. Solvers that start
 at x have b = 0 at the fixed point, so they have no error floor.
 
+With ``prox="stochastic"`` a client solves its prox by stochastic gradient steps on batches,
+
+    u <- u - a (s grad f_j(u; batch) + u - v_j).
+
+This is another inexact prox: b is the error that the noise of the batches leaves, of order sqrt(a) s times the standard
+deviation of their gradients. So Theorem 1 holds with that b, and the floor falls with a smaller rate a (and more steps)
+or with larger batches. With all examples in one batch it is ``prox="gradient"``.
+
 FedSplit's z_j are client state, and the server keeps x = mean_j z_j over *all* clients. The uploads that arrived give
 the change of that mean, (1 / N) sum_j (z_j+ - z_j), so the server must know N. Absent clients keep their z_j. A round
 with all clients is a contraction, so a round with a uniformly drawn cohort is a contraction in mean square: partial
@@ -46,7 +54,7 @@ from fedbraid.algorithms.prox import (
 )
 from fedbraid.algorithms.server_optimizers import ServerState, server_step
 from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number, is_zero
-from fedbraid.local import WEIGHTINGS, ClientData, Clients, Weighting, weight_of
+from fedbraid.local import WEIGHTINGS, Batches, ClientData, Clients, Weighting, weight_of
 
 __all__ = ["fedgd", "fedprox_exact", "fedsplit"]
 
@@ -161,6 +169,8 @@ def fedsplit(
     estimate: Literal["dense", "lanczos"] | None = None,
     data: Clients | None = None,
     params: Any = None,
+    prox_lr: Any = None,
+    batch_size: int | None = None,
 ) -> Algorithm:
     """FedSplit: operator splitting over the clients, ``z_j <- z_j + 2 relaxation (u_j - x)``.
 
@@ -168,7 +178,10 @@ def fedsplit(
         estimates them from data), else 3, which suits mean losses of classifiers.
     prox: "closed-form" (quadratic losses), "newton" or "accelerated" (to ``tolerance`` in at most ``max_steps``),
         "gradient" (``local_steps`` of Corollary 1's size, from l and L), "backtracking" (``local_steps`` with line
-        search), or a solver of :mod:`fedbraid.algorithms.prox`.
+        search), "stochastic" (``local_steps`` on batches of ``batch_size`` examples), or a solver of
+        :mod:`fedbraid.algorithms.prox`.
+    prox_lr, batch_size: of prox="stochastic": the rate, by default that of Corollary 1, 1 / (1 + s (l + L) / 2), and
+        the examples per batch, by default all.
     start: where a solver starts. "server" starts at x, which is the prox at the fixed point, so a few steps per round
         are enough for exact convergence. "point" starts at 2 x - z_j, as in eq. (17), and has the error floor of
         Theorem 1.
@@ -200,27 +213,41 @@ def fedsplit(
     pulled = not is_zero(regularization)
     low, high = _regularized(low, high, regularization)
     s = _split_step(step, low, high)
+    noisy = prox == "stochastic"
+    if not noisy and (prox_lr is not None or batch_size is not None):
+        raise ValueError(f"prox_lr and batch_size are options of prox='stochastic', got prox={prox!r}: leave them out")
+    rate = _stochastic_rate(prox_lr, s, low, high) if noisy else None
     solve = named_solver(
-        prox,
+        "backtracking" if noisy else prox,  # not used with stochastic steps
         local_steps=local_steps,
         tolerance=tolerance,
         max_steps=max_steps,
         strong_convexity=low,
         smoothness=high,
     )
+    batches = Batches(batch_size, steps=local_steps)
 
     def init_client(params: Any) -> SplitClient:
         return SplitClient(params, params if pulled else ())
 
     def client(down: Down, state: SplitClient, data: ClientData, key: Any) -> Report:
-        x, batch = down.params, data.everything(key)
-        own = client_objective(loss, objective, batch, key)
+        x = down.params
 
-        def f(u: Any) -> Any:
-            return own(u) + 0.5 * regularization * _squared_distance(u, state.anchor) if pulled else own(u)
+        def f_on(batch: dict, key: Any) -> Callable[[Any], Any]:
+            # "sum" is the mean times the number of examples: all of the client's, also for a batch
+            scale = jnp.asarray(data.size).astype(jnp.result_type(float)) if noisy and objective == "sum" else 1
+            own = client_objective(loss, "mean" if noisy else objective, batch, key)
+            if not pulled:
+                return lambda u: scale * own(u)
+            return lambda u: scale * own(u) + 0.5 * regularization * _squared_distance(u, state.anchor)
 
         v = jax.tree.map(lambda x, z: 2 * x - z, x, state.z)
-        u, metrics = _prox(solve, f, v, s, batch, x if start == "server" else v)
+        begin = x if start == "server" else v
+        if noisy:
+            u, metrics = _stochastic_prox(f_on, v, s, begin, rate, Draws(batches, data, key))
+        else:
+            batch = data.everything(key)
+            u, metrics = _prox(solve, f_on(batch, key), v, s, batch, begin)
         change = jax.tree.map(lambda u, x: 2 * relaxation * (u - x), u, x)
         up = Up(jax.tree.map(jnp.negative, change))
         return Report(up, weight_of("uniform", data.size), state._replace(z=_add(state.z, change)), metrics)
@@ -278,12 +305,51 @@ def _split_step(step: Any, low: Any, high: Any) -> Any:
     return 1 / (low * high) ** 0.5
 
 
+def _stochastic_rate(prox_lr: Any, s: Any, low: Any, high: Any) -> Any:
+    """The rate that was given, or that of Corollary 1."""
+    if prox_lr is not None:
+        return check_number("prox_lr", prox_lr, low=0, open_low=True)
+    if low is None or high is None:
+        raise ValueError(
+            f"prox='stochastic' takes its rate from strong_convexity (l) and smoothness (L), got {low!r} and {high!r}: "
+            "give both, or prox_lr"
+        )
+    check_constants(low, high)
+    return 1 / (1 + s * (low + high) / 2)
+
+
 def _prox(solve: ProxSolver, f: Callable, v: Any, s: Any, batch: dict, start: Any) -> tuple[Any, dict[str, Any]]:
     """prox_{s f}(v) and its metrics: f there, the norm of grad h, the number of steps."""
     u, steps = solve(f, v, s, batch, start)
     value, g = prox_gradient(f, u, v, s)
     residual = jnp.sqrt(_squared_norm(g))
     return u, {"loss": value, "residual": residual, "steps": jnp.asarray(steps, residual.dtype)}
+
+
+class Draws(NamedTuple):
+    """The batches of a client in a round."""
+
+    batches: Batches
+    data: ClientData
+    key: Any
+
+    def take(self, k: Any) -> tuple[dict, Any]:
+        """Batch number ``k`` and its key, as in the folds of `fedbraid.local`."""
+        key = jax.random.fold_in(jax.random.fold_in(self.key, 2), k)
+        return self.batches.take(self.data, k, jax.random.fold_in(self.key, 1), key), key
+
+
+def _stochastic_prox(f_on: Callable, v: Any, s: Any, begin: Any, size: Any, draws: Draws) -> tuple[Any, dict[str, Any]]:
+    """prox_{s f}(v) by stochastic gradient steps of this size, and its metrics: the mean loss of the batches."""
+
+    def body(k: Any, carry: tuple) -> tuple:
+        u, total = carry
+        value, g = prox_gradient(f_on(*draws.take(k)), u, v, s)
+        return jax.tree.map(lambda u, g: u - size * g, u, g), total + value.astype(total.dtype)
+
+    steps = draws.batches.steps or 1
+    u, total = jax.lax.fori_loop(0, steps, body, (begin, jnp.zeros((), jnp.result_type(float))))
+    return u, {"loss": total / steps, "steps": jnp.asarray(steps, total.dtype)}
 
 
 def _add(a: Any, b: Any) -> Any:

@@ -243,9 +243,12 @@ def lookahead(
 ) -> Algorithm:
     """Lookahead: fast weights on the one client, slow weights on the server.
 
+    With more than one client per round it averages their fast weights, which the paper excludes: a notice says so.
+
     M. R. Zhang, J. Lucas, G. Hinton, J. Ba. Lookahead Optimizer: k Steps Forward, 1 Step Back. NeurIPS 2019.
     """
-    return fedavg(loss, client_lr=client_lr, server_lr=server_lr, **local)
+    alg = fedavg(loss, client_lr=client_lr, server_lr=server_lr, **local)
+    return alg._replace(exchanges=(alg.exchanges[0]._replace(at_most=1),))
 
 
 def fedprox(
@@ -312,11 +315,14 @@ def fedavgm(
     client_lr: Any = 0.1,
     server_lr: Any = 1.0,
     momentum: Any = 0.9,
-    kind: Literal["heavy-ball", "nesterov", "average"] = "average",
+    kind: Literal["heavy-ball", "nesterov", "average"] = "heavy-ball",
     weighting: Weighting = "examples",
     **local: Unpack[ClientOptions],
 ) -> Algorithm:
-    """FedAvgM: server momentum of the named kind.
+    """FedAvgM: server momentum, by default heavy-ball as in the paper: ``v <- momentum v + delta``, ``x <- x - v``.
+
+    ``kind="average"`` is ``v <- momentum v + (1 - momentum) delta`` (Mime's and elastic aggregation's FedAvgM), whose
+    steps are smaller by the factor ``1 - momentum``; ``"nesterov"`` looks one step ahead.
 
     T.-M. H. Hsu, H. Qi, M. Brown. Measuring the Effects of Non-Identical Data Distribution for Federated Visual
     Classification. arXiv:1909.06335, 2019.

@@ -40,7 +40,7 @@ from fedbraid.flower.wire import Answer, Order, Question, Tested, content, read_
 from fedbraid.limited_json import read_json
 from fedbraid.metric import Metric, declared_by, metric_of_column
 from fedbraid.simulation import checkpoint
-from fedbraid.simulation.rounds import strong
+from fedbraid.simulation.rounds import check_cohort_size, strong
 
 __all__ = ["MessageRounds"]
 
@@ -58,6 +58,7 @@ class MessageRounds:
     def __init__(self, alg: Algorithm, params: PyTree, grid: Grid, site: Site, say: Callable[[str], None]) -> None:
         params = strong(params)
         self.alg, self.policy, self.seed, self.cohort, self.say = alg, site.policy, site.seed, site.size, say
+        check_cohort_size(alg, site.size)
         self.messages: tuple[Messages, ...] = messages_of(alg, params, site.schema, site.preprocess)
         exchanges = range(len(alg.exchanges))
         self.parts = [Aggregator(alg, i, rows=site.size, population=site.population) for i in exchanges]

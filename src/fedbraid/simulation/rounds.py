@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbraid.core import is_traced
+from fedbraid.core import Algorithm, is_traced
 from fedbraid.notices import notice
 from fedbraid.simulation import checkpoint, hosts
 from fedbraid.simulation.devices import place, replicated
@@ -52,6 +52,22 @@ def say_noise_is_seeded() -> None:
         "repeated: they show what privacy costs, and protect nothing. Do not publish a simulated model as private; a "
         "deployment (fedbraid deploy) draws them from the operating system"
     )
+
+
+@functools.cache
+def say_fewer_clients(number: int) -> None:
+    """Say once in a process that an algorithm is defined for fewer clients per round."""
+    notice(
+        f"this method is defined for at most {number} client(s) per round. With more it averages their updates, which "
+        f"its paper excludes: set cohort = {number}, or use fedavg"
+    )
+
+
+def check_cohort_size(alg: Algorithm, cohort: int) -> None:
+    """Say it if a cohort has more clients than the algorithm is defined for."""
+    for exchange in alg.exchanges:
+        if exchange.at_most is not None and cohort > exchange.at_most:
+            say_fewer_clients(exchange.at_most)
 
 
 class Start(NamedTuple):
@@ -107,6 +123,7 @@ class CompiledRounds:
         self.seed_key = place(key, replicated(feed.mesh)) if hosts.several() else key
         if any(exchange.sealed is not None for exchange in feed.alg.exchanges):
             say_noise_is_seeded()
+        check_cohort_size(feed.alg, min(feed.plan.cohort, feed.split.num_clients))
         self._begin(start)
 
     def _begin(self, start: Start) -> None:
