@@ -90,8 +90,10 @@ def quick(job: Job) -> Evidence:
     apart = float(np.abs(losses[0] / losses[1] - 1).max())
     accuracy = {name: best_rate(result)[1] for name, result in results.items()}
     findings = (
-        Finding("mu = 0 and one batch: momentum is the average, test losses apart", "0", apart, 0.0, 1e-4),
-        Finding("accuracy in % after 10 rounds", "learns", float(accuracy["elastic (momentum)"].min()), 40, 100),
+        Finding("mu = 0 and one batch: momentum is the average, test losses apart", "0", apart, 0.0, 1e-4, kind="own"),
+        Finding(
+            "accuracy in % after 10 rounds", "learns", float(accuracy["elastic (momentum)"].min()), 40, 100, kind="own"
+        ),
     )
     return Evidence(findings, draw(accuracy))
 

@@ -165,6 +165,7 @@ def _check(curves: dict[str, Curve], late: Curve, lowest: float) -> list[Finding
             "no method's cost lies below that of L-BFGS on the pooled data",
             "yes",
             _above([*curves.values(), late], lowest),
+            kind="own",
         ),
     ]
     if "FedSplit, e = 10" in curves:
