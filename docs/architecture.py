@@ -32,15 +32,16 @@ PLACES = {
     "metric": (124, 6),
     "masking": (291, 6),
     "data": (435, 6),
-    "algorithms": (768, 6),
+    "algorithms": (735, 6),
     "files": (124, 7),
     "drawing": (443, 7),
     "names": (574, 7),
-    "local": (711, 7),
+    "local": (690, 7),
     "problems": (82, 8),
     "limited_json": (217, 8),
     "core": (426, 8),
     "notices": (651, 8),
+    "recipes": (800, 8),
 }
 STATIONS = (  # the way of a run: what, where, and a word on it
     ("configuration", "experiment", "TOML and --set, checked"),
