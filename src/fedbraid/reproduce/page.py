@@ -203,5 +203,8 @@ def _not_run(found: Set[str]) -> list[str]:
     if not missing:
         return []
     rows = [(name, entries()[name].title, ", ".join(entries()[name].needs)) for name in missing]
-    about = "These entries have not been run with the paper's setting: their results are unknown."
-    return ["", "## Not run yet", "", about, "", *_table(("entry", "what", "data for --full"), rows)]
+    about = [
+        "These entries have not been run with the paper's setting here: their results are unknown. If you have the",
+        "data that one needs, `fedbraid reproduce NAME --full --data DATA=FOLDER` runs it.",
+    ]
+    return ["", "## Not run yet", "", *about, "", *_table(("entry", "what", "data for --full"), rows)]
