@@ -1,6 +1,7 @@
 """The lemmas inside the papers' proofs, on random instances: where one fails, a test has the counterexample.
 
-Named by paper: Charles and Konecny (LocalUpdate), Karimireddy et al. (Mime), the supplement of Elastic Aggregation.
+Named by paper: Charles and Konecny (LocalUpdate), Karimireddy et al. (Mime), Renard (Notes), the
+supplement of Elastic Aggregation.
 """
 
 import itertools
@@ -172,6 +173,29 @@ def test_mime_theorems_5_and_6_along_a_run(lite):
     bound = theory.mime_mvr_bound("mimelite" if lite else "mime", **known)
     assert squares[-1] < squares[0]
     assert np.mean(squares) <= bound.value
+
+
+# --- Notes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_notes_properties_of_convex_smooth_functions(seed):
+    """f = sum of log(1 + exp(a . x)): Properties 2.1 to 2.5 and Observation 2.1, with the slips put right."""
+    rng = np.random.default_rng(seed)
+    a = rng.normal(size=(6, 3))
+    x, y, z = rng.normal(size=(3, 3))
+    f = lambda w: np.logaddexp(0, a @ w).sum()  # noqa: E731
+    slope = a.T @ (1 / (1 + np.exp(-a @ x)))
+    smooth = np.linalg.eigvalsh(a.T @ a)[-1] / 4
+    share = rng.random()
+    assert f(share * x + (1 - share) * y) <= share * f(x) + (1 - share) * f(y) + 1e-12
+    assert f(y) >= f(x) + slope @ (y - x) - 1e-12
+    assert f(z) + slope @ (y - z) >= f(x) + slope @ (y - x) - 1e-12  # the parallel plane through z lies above; the
+    # printed inequality says below, against its own text
+    assert f(y) <= f(x) + slope @ (y - x) + smooth / 2 * np.sum((y - x) ** 2) + 1e-12
+    assert x @ y == pytest.approx((np.sum((x + y) ** 2) - x @ x - y @ y) / 2)
+    for weight in (0.1, 1.0, 5.0):
+        assert 2 * x @ y <= weight * x @ x + y @ y / weight + 1e-12
 
 
 # --- Elastic aggregation ----------------------------------------------------------------------------------------------
