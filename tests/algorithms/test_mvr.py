@@ -96,6 +96,87 @@ def test_fresh_pair_by_hand():
     np.testing.assert_allclose(flat(result.params), x, 1e-9)
 
 
+@pytest.mark.parametrize(
+    ("factory", "protocol"),
+    [
+        (fb.mime_mvr, "lagged"),
+        (fb.mime_mvr, "two-phase"),
+        (fb.mimelite_mvr, "lagged"),
+        (fb.mimelite_mvr, "split-cohort"),
+    ],
+)
+def test_the_warm_up_computes_the_mean_gradient_at_the_start(factory, protocol):
+    """m_0 = 1 / (T_0 S) sum of the cohorts' gradients at x_0 (proof of Theorem V); the model does not move."""
+    options = {"a": 0.3, "client_lr": 0.05, "batch_size": None, "steps": 2, "protocol": protocol}
+    alg = factory(loss, warmup=4, weighting="uniform", **options)
+    result = simulate(alg, start(), clients(), rounds=4, cohort=3, devices=1)
+    cohorts = [address.cohort(0, t, 0, 5, 3) for t in range(4)]
+    expected = np.mean([Q.gradient(i, flat(start())) for ids in cohorts for i in ids], axis=0)
+    assert np.abs(expected).max() > 1e-2
+    np.testing.assert_array_equal(flat(result.params), flat(start()))
+    np.testing.assert_allclose(flat(result.server.m), expected, 1e-12, 1e-14)
+
+
+@pytest.mark.parametrize("lite", [False, True])
+def test_after_the_warm_up_algorithm_5_goes_on_from_m_0(lite):
+    """Two rounds of warm-up, three of training, with the equations as printed."""
+    a, lr, K, warmup = 0.3, 0.05, 3, 2
+    factory = fb.mimelite_mvr if lite else fb.mime_mvr
+    alg = factory(loss, a=a, client_lr=lr, batch_size=None, steps=K, warmup=warmup)
+    result = simulate(alg, start(), clients(), rounds=warmup + 3, cohort=3, devices=1)
+    x, older = flat(start()), flat(start())
+    cohorts = [address.cohort(0, t, 0, 5, 3) for t in range(warmup + 3)]
+    means = [mean_gradient(ids, "examples", x) for ids in cohorts[:warmup]]
+    m, c = np.mean(means, axis=0), means[-1]
+    for ids in cohorts[warmup:]:
+        models = []
+        for i in ids:
+            y = x
+            for _ in range(K):
+                svrg = Q.gradient(i, y) - Q.gradient(i, x) + c
+                fresh = Q.gradient(i, y) if lite else svrg
+                y = y - lr * (a * fresh + (1 - a) * m + (1 - a) * (Q.gradient(i, y) - Q.gradient(i, x)))
+            models.append(y)
+        new, old = mean_gradient(ids, "examples", x), mean_gradient(ids, "examples", older)
+        m, c = a * new + (1 - a) * m + (1 - a) * (new - old), new
+        x, older = Q.weights("examples", ids) @ np.array(models), x
+    np.testing.assert_allclose(flat(result.params), x, 1e-9)
+
+
+CONSTANTS = {"smoothness": 3.0, "delta": 0.5, "G2": 2.0, "gap": 1.5, "sampled": 3, "rounds": 2}
+
+
+@pytest.mark.parametrize("lite", [False, True])
+def test_a_recipe_is_the_rate_the_momentum_and_the_warm_up_of_the_theorems(lite):
+    factory = fb.mimelite_mvr if lite else fb.mime_mvr
+    local = {"batch_size": None, "steps": 4}
+    by_recipe = factory(loss, recipe=CONSTANTS | ({"sigma2": 0.7} if lite else {}), **local)
+    noise = 2.0 + 0.7 if lite else 2.0 / 3
+    eta = min(1 / 3, 1 / (864 * 0.5 * 4), (1.5 / (6936 * 4**3 * 2 * 0.5**2 * noise)) ** (1 / 3))
+    by_hand = factory(loss, client_lr=eta, a=max(2592 * (eta * 0.5 * 4) ** 2, 1 / 2), warmup=2, **local)
+    one, other = (simulate(alg, start(), clients(), rounds=5, cohort=3, devices=1) for alg in (by_recipe, by_hand))
+    assert np.abs(flat(one.params) - flat(start())).max() > 1e-4
+    np.testing.assert_allclose(flat(one.params), flat(other.params), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"recipe": CONSTANTS}, "steps"),
+        ({"recipe": CONSTANTS, "steps": 4, "client_lr": 0.1 + 0}, "leave"),
+        ({"recipe": CONSTANTS, "steps": 4, "a": 0.5}, "leave"),
+        ({"recipe": {"smoothness": 1.0}, "steps": 4}, "'delta'"),
+        ({"recipe": CONSTANTS | {"L": 1.0}, "steps": 4}, "'L'"),
+        ({"recipe": CONSTANTS | {"gap": -1.0}, "steps": 4}, "gap"),
+        ({"warmup": -1}, "warmup"),
+    ],
+)
+def test_recipes_and_warm_ups_are_checked(options, word):
+    for factory in (fb.mime_mvr, fb.mimelite_mvr):
+        with pytest.raises(ValueError, match=word):
+            factory(loss, **options)
+
+
 def test_server_only_error_decays_when_clients_are_alike():
     """Then m_t - grad f(x_{t-1}) = (1 - a)^t (0 - grad f(x_0)): (16) averages only the noise."""
     one = clients().client(1)

@@ -1,13 +1,15 @@
 """The experiments with the paper's networks: the runs they request, and their findings for runs with known results."""
 
+import importlib
+import json
 import math
 
 import numpy as np
 import pytest
 
-from fedbraid.reproduce import entries
+from fedbraid.reproduce import entries, reproduce
 from fedbraid.reproduce.entry import Job
-from fedbraid.reproduce.localupdate import _training
+from fedbraid.reproduce.localupdate import _cifar100, _training
 from fedbraid.reproduce.localupdate._client_rates import learned, losses, tuned
 
 # name: (model, layers, batch, steps, rounds, client rates, server rates, evaluations in the last 100 rounds)
@@ -106,3 +108,37 @@ def test_the_rate_is_chosen_by_the_last_rounds_alone():
     }
     assert tuned(result, 100)[0.0][0] == 1.0
     assert tuned(result, 200)[0.0][0] == 0.1
+
+
+@pytest.mark.parametrize("name", ["fig12-cifar100", "fig13-cifar100"])
+def test_cifar100_runs_where_a_user_has_the_files_of_tff(name, monkeypatch, tmp_path):
+    """A few generated images in TFF's HDF5 layout, a small MLP, few rounds; all else as for the real files."""
+    h5py = pytest.importorskip("h5py")
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "fed_cifar100"
+    folder.mkdir()
+    for split, clients in (("train", 11), ("test", 2)):
+        with h5py.File(folder / f"fed_cifar100_{split}.h5", "w") as file:
+            for i in range(clients):
+                image = rng.integers(0, 100, (2, 32, 32, 3), np.uint8)
+                image[0, :16] += 100  # the class is the bright half
+                image[1, 16:] += 100
+                file[f"examples/{i}/image"] = image
+                file[f"examples/{i}/label"] = np.array([3, 97])
+                file[f"examples/{i}/coarse_label"] = rng.integers(0, 20, 2)
+    module = importlib.import_module(f"fedbraid.reproduce.localupdate.{name.replace('-', '_')}")
+    network = module.CIFAR.model
+    small = module.CIFAR._replace(model=_cifar100.SMALL.model)
+    changed = {"CIFAR": small, "ROUNDS": 8, "EVERY": 1, "STEPS": 2, "LAST": 1, "LATE": None, "RATES": (0.01, 0.1)}
+    for key, value in changed.items():
+        monkeypatch.setattr(module, key, value, raising=False)
+    result = reproduce(f"localupdate-{name}", size="full", out=tmp_path / "out", data={"cifar100": folder})
+    assert result["of"] == len(result["findings"]) > 2
+    assert all(row["ours"] is not None for row in result["findings"])
+    assert network == {"name": "resnet18_gn"}  # of the entry itself; its size is tested with the models
+    kept = json.loads(next((tmp_path / "out" / "work").rglob("*.json")).read_text())
+    assert np.isfinite(kept["test_loss"][0]).all()
+    assert not kept["diverged"][0]
+    page = (tmp_path / "out" / f"localupdate-{name}.md").read_text()
+    assert "fed_cifar100_train.h5" in page
+    assert "--data cifar100=FOLDER" in page

@@ -90,6 +90,28 @@ def test_2c_is_tight_in_one_dimension():
     assert abs(at - fed.minimizer)[0] > 0.99 * b.value
 
 
+@pytest.mark.parametrize(("kappa0", "angle", "least"), [(3.0, 0.399, 2.45), (43.0, 0.0951, 8.02), (60.0, 0.0803, 9.44)])
+def test_two_local_steps_exceed_2c_at_kappa0_3_and_8c_at_43(kappa0, angle, least):
+    """Theta_{1:2}, gamma = 1/(2L). The distance by hand: both minimizers on the second axis (docs/theory)."""
+    fed = crossing_pair(kappa0, half_angle=angle)
+    setting = {"gamma": 0.5 / kappa0, "theta": theta_sum(2)}
+    shrunk = 1 + (1 - 0.5 / kappa0)  # Q of the eigenvalue 1; that of L is 1 + 1/2
+    kappa = kappa0 * 1.5 / shrunk
+    s, c = math.sin(angle), math.cos(angle)
+    x, y = ((k - 1) * s * c / (1 + (k - 1) * s**2) for k in (kappa0, kappa))
+    root = math.sqrt(shrunk / 1.5)
+    by_hand = abs(x - y) * (root + 1) / (root - 1)
+    assert by_hand > least
+    at = surrogate_loss(fed, **setting).minimizer
+    published = suboptimality_bound(**setting, evidence=fed)
+    assert fed.radius == pytest.approx(1.0)
+    assert np.linalg.norm(at - fed.minimizer) / (published.value / 8) == pytest.approx(by_hand, rel=1e-9)
+    assert (
+        np.linalg.norm(at - fed.minimizer) > suboptimality_bound(**setting, constant="conjectured", evidence=fed).value
+    )
+    assert np.linalg.norm(at - fed.minimizer) <= suboptimality_bound(**setting, constant="general", evidence=fed).value
+
+
 def test_8c_fails_in_the_plane_and_the_bound_does_not_call_itself_proven():
     fed = crossing_pair(1e4)
     setting = {"gamma": 0.5 / 1e4, "theta": theta_sum(10_000_000)}

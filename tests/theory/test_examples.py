@@ -43,11 +43,11 @@ def imports_of(name):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_theory_stands_alone(name):
-    """NumPy, SciPy, generators of random problems, colours; jax only for constants, matplotlib only for figures."""
+    """NumPy, SciPy, random problems, step sizes, colours; jax only for constants, matplotlib only for figures."""
     imported = imports_of(name)
     ours = {m for m in imported if m.startswith("fedbraid")}
     others = {m for m in ours if m != "fedbraid.theory" and not m.startswith("fedbraid.theory.")}
-    assert others <= {"fedbraid.problems", "fedbraid.drawing"}
+    assert others <= {"fedbraid.problems", "fedbraid.recipes", "fedbraid.drawing"}
     roots = {m.split(".")[0] for m in imported}
     assert not roots & {"equinox", "optax"}
     assert "jax" not in roots or name.startswith(NEED_JAX)

@@ -34,6 +34,7 @@ x again. Keeps: nothing on the clients.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, Unpack, cast
 
 import jax
@@ -54,6 +55,7 @@ from fedbraid.local import (
     value_and_grad,
     weight_of,
 )
+from fedbraid.recipes import adam_steps, prescribed, sgd_steps
 
 __all__ = ["PROTOCOLS", "Protocol", "locmime", "mime", "mimelite"]
 
@@ -88,7 +90,9 @@ class Walk(NamedTuple):
 
 
 class MimeOptions(LocalOptions, BaseOptions, total=False):
-    """How clients go over their data, and the options of a base that is given by name."""
+    """How clients go over their data, the options of a base that is given by name, and a recipe for the rate."""
+
+    recipe: Mapping[str, float] | None  # constants: client_lr follows from Corollary II (sgd) or III (adam, b1 = 0)
 
 
 class Method(NamedTuple):
@@ -127,6 +131,24 @@ def _local_steps(
     return Fold(start, step, finish, batches)
 
 
+def _prescribed_rate(method: Method, base: Any, client_lr: Any, options: MimeOptions, recipe: Mapping) -> float:
+    """The step size of Corollary II or III."""
+    steps = options.get("steps")
+    if client_lr is not None:
+        raise ValueError("recipe computes client_lr: leave it out, or leave recipe out")
+    if steps is None:
+        raise ValueError("recipe needs a number of local steps: give steps, not epochs")
+    lite = not method.correction
+    if not method.local_state and base == "sgd":
+        return prescribed(sgd_steps, recipe, steps=steps, lite=lite).client_lr
+    if not method.local_state and base == "adam" and options.get("b1") == 0 and options.get("eps") is not None:
+        return prescribed(adam_steps, recipe, steps=steps, lite=lite, eps=options.get("eps")).client_lr
+    raise ValueError(
+        f"recipe needs mime or mimelite with base='sgd' (Corollary II), or base='adam' with b1=0 and eps (Corollary "
+        f"III), got {method.name} with base={base!r}; for momentum use mime_mvr"
+    )
+
+
 def _mime(
     method: Method,
     loss: Loss,
@@ -139,8 +161,11 @@ def _mime(
 ) -> Algorithm:
     correction = method.correction
     given = {key: value for key, value in options.items() if key in BaseOptions.__annotations__}
+    recipe = options.get("recipe")
+    if recipe is not None:
+        client_lr = _prescribed_rate(method, base, client_lr, options, recipe)
     base = base_optimizer(base, **cast(BaseOptions, given))
-    local = cast(LocalOptions, {key: value for key, value in options.items() if key not in given})
+    local = cast(LocalOptions, {key: value for key, value in options.items() if key not in (*given, "recipe")})
     warn_if_not_linear(method.name, base)
     rate = check_number("client_lr", base.lr if client_lr is None else client_lr, low=0, open_low=True)
     check_number("server_lr", server_lr, low=0)
@@ -204,7 +229,9 @@ def mime(
     """Mime: every local step is a step of the base optimizer on an SVRG-corrected gradient, with the server's state.
 
     ``base`` is "sgd", "momentum", "adam", "adagrad" with their options (``beta``; ``b1``, ``b2``, ``eps``, ``initial``,
-    ``bias_correction``), or a :class:`BaseOptimizer`. ``client_lr`` defaults to 0.1, for adam to 0.01.
+    ``bias_correction``), or a :class:`BaseOptimizer`. ``client_lr`` defaults to 0.1, for adam to 0.01. ``recipe`` has
+    the constants of :func:`fedbraid.recipes.sgd_steps` (base sgd) or ``adam_steps`` (base adam, b1 = 0, eps given), and
+    replaces ``client_lr``; it needs ``steps``.
 
     >>> quadratic = lambda params, batch, key: 0.5 * jnp.sum((params - batch["x"].mean(0)) ** 2)
     >>> alg = mime(quadratic, base="adam", b2=0.999, client_lr=0.01, epochs=2)

@@ -24,7 +24,13 @@ x_{t-1} in (13) and (14) (``anchor="current"``). The proof of Lemma 19 uses x_{t
 (``anchor="previous"``). If all clients have the same loss, its only error is noise.
 
 As in Algorithm 5, m = c = 0 and x_{-1} = x_0 at the start. So the first round of a lagged MimeMVR only collects
-gradients and does not change x.
+gradients and does not change x. The proof of Theorem V instead starts from an m_0 that T_0 rounds compute at x_0
+(``warmup``), which do not change x either:
+
+    m_0 = 1 / (T_0 S) sum_{t <= T_0} sum_{j in S_t} grad f_j(x_0)
+
+``recipe`` computes client_lr, a and T_0 from the problem's constants as Theorems V and VI prescribe
+(:func:`fedbraid.recipes.mvr_steps`).
 
 Sends, in models: lagged 3 down (x_{t-1}, x_{t-2}, p) and 3 up (x - y, the two gradients), 2 up for Lite. Two exchanges:
 2 down and 2 up (1 for Lite), then 2 down and 1 up. Server-only: 2 down, 1 up. Keeps: nothing on the clients.
@@ -32,15 +38,15 @@ Sends, in models: lagged 3 down (x_{t-1}, x_{t-2}, p) and 3 up (x - y, the two g
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Unpack
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, Unpack, cast
 
 import jax
 import jax.numpy as jnp
 
 from fedbraid.algorithms._mime import PROTOCOLS, Protocol
 from fedbraid.algorithms._server_only import Gradients, Loss, full_gradients
-from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_number
+from fedbraid.core import Aggregate, Algorithm, Down, Exchange, Report, Up, check_choice, check_count, check_number
 from fedbraid.local import (
     WEIGHTINGS,
     Batches,
@@ -53,27 +59,44 @@ from fedbraid.local import (
     value_and_grad,
     weight_of,
 )
+from fedbraid.recipes import mvr_steps, prescribed
 
 __all__ = ["mime_mvr", "mimelite_mvr", "server_only_mvr"]
 
 PyTree = Any
+A, CLIENT_LR = 0.1, 0.1  # defaults; a value that is another object was given
 Anchor = Literal["current", "previous"]
 
 
 class MVRState(NamedTuple):
-    """The server: its model, the model at which m was computed, m, and the direction p of the next local steps."""
+    """The server: its model, the model at which m was computed, m, and the direction p of the next local steps.
+
+    t: the number of finished rounds, if there is a warm-up.
+    """
 
     params: PyTree
     previous: PyTree
     m: PyTree
     p: PyTree = ()
+    t: Any = ()
 
 
 class Sent(NamedTuple):
-    """What is sent down with the model."""
+    """What is sent down with the model.
+
+    share: MimeLite with a warm-up: the factor of the gradient at ``previous``, 0 during the warm-up.
+    """
 
     previous: PyTree = ()
     p: PyTree = ()
+    share: Any = ()
+
+
+class MVROptions(LocalOptions, total=False):
+    """How clients go over their data, and how the rates and m_0 are chosen."""
+
+    warmup: int | None  # rounds that only compute m_0; default 0, with a recipe T
+    recipe: Mapping[str, float] | None  # constants: client_lr, a and warmup follow from Theorems V and VI
 
 
 class Walk(NamedTuple):
@@ -88,9 +111,9 @@ def _both(down: Down) -> tuple[PyTree, PyTree]:
     return down.params, down.aux.previous
 
 
-def _difference(a: Any, gradients: Gradients) -> PyTree:
-    """``grad f_i(x_{t-1}) - (1 - a) grad f_i(x_{t-2})``: (16) needs only this from a client."""
-    return jax.tree.map(lambda new, old: new - (1 - a) * old, *gradients.at)
+def _difference(share: Any, gradients: Gradients) -> PyTree:
+    """``grad f_i(x_{t-1}) - (1 - a) grad f_i(x_{t-2})``: (16) needs only this from a client. ``share`` is 1 - a."""
+    return jax.tree.map(lambda new, old: new - share * old, *gradients.at)
 
 
 def _local_steps(
@@ -116,25 +139,52 @@ def _local_steps(
     return Fold(start, step, finish, batches)
 
 
-def _momentum(correction: bool, a: Any) -> tuple[Callable[[Gradients], Up], Callable[[MVRState, Up], MVRState]]:
+def _momentum(
+    correction: bool, a: Any, warmup: int
+) -> tuple[Callable[[Gradients, Down], Up], Callable[[MVRState, Up], MVRState]]:
     """What a client sends of its gradients, and how the server updates m and p with their mean."""
 
-    def message(gradients: Gradients) -> Up:
+    def message(gradients: Gradients, down: Down) -> Up:
         """Mime also needs c_t itself."""
-        return Up(gradients.at[0], gradients.at[1]) if correction else Up(_difference(a, gradients))
+        if correction:
+            return Up(gradients.at[0], gradients.at[1])
+        return Up(_difference(down.aux.share if warmup else 1 - a, gradients))
 
     def track(server: MVRState, up: Up) -> MVRState:
-        """Equation (16), and p from the newest pair (c, m)."""
+        """Equation (16), or the mean of the warm-up, and p from the newest pair (c, m)."""
         if correction:
-            c, old = up
-            m = jax.tree.map(lambda c, old, m: c + (1 - a) * (m - old), c, old, server.m)
-            p = jax.tree.map(lambda c, m: a * c + (1 - a) * m, c, m)
+            m = jax.tree.map(lambda c, old, m: c + (1 - a) * (m - old), *up, server.m)
         else:
             m = jax.tree.map(lambda d, m: d + (1 - a) * m, up.pseudograd, server.m)
+        if warmup:  # during it the first part of the message is c_t
+            mean = jax.tree.map(lambda c, m: m + (c - m) / (server.t + 1), up.pseudograd, server.m)
+            m = jax.tree.map(lambda mean, m: jnp.where(server.t < warmup, mean, m), mean, m)
+        if correction:
+            p = jax.tree.map(lambda c, m: a * c + (1 - a) * m, up.pseudograd, m)
+        else:
             p = jax.tree.map(lambda m: (1 - a) * m, m)
         return server._replace(previous=server.params, m=m, p=p)
 
     return message, track
+
+
+def _chosen(correction: bool, a: Any, client_lr: Any, options: MVROptions) -> tuple[Any, Any, int, LocalOptions]:
+    """a, client_lr and warmup as given, or by the recipe; and the options of the local work."""
+    recipe, warmup = options.get("recipe"), options.get("warmup")
+    local = cast(LocalOptions, {key: value for key, value in options.items() if key not in ("recipe", "warmup")})
+    if recipe is not None:
+        if a is not A or client_lr is not CLIENT_LR:
+            raise ValueError("recipe computes a and client_lr: leave these out, or leave recipe out")
+        steps = local.get("steps")
+        if steps is None:
+            raise ValueError("recipe needs a number of local steps: give steps, not epochs")
+        found = prescribed(mvr_steps, recipe, steps=steps, lite=not correction)
+        a, client_lr = found.a, found.client_lr
+        warmup = found.warmup if warmup is None else warmup
+    warmup = 0 if warmup is None else warmup
+    if warmup != 0:
+        check_count("warmup", warmup)
+    return a, client_lr, warmup, local
 
 
 def _mvr(
@@ -146,8 +196,9 @@ def _mvr(
     protocol: Protocol,
     anchor: Anchor,
     weighting: Weighting,
-    local: LocalOptions,
+    options: MVROptions,
 ) -> Algorithm:
+    a, client_lr, warmup, local = _chosen(correction, a, client_lr, options)
     check_number("a", a, low=0, high=1)
     check_number("client_lr", client_lr, low=0, open_low=True)
     check_number("server_lr", server_lr, low=0)
@@ -158,10 +209,19 @@ def _mvr(
     if anchor == "previous" and not lagged:
         raise ValueError(f"anchor='previous' needs protocol='lagged'; protocol={protocol!r} needs anchor='current'")
     batches = batches_of(**local)
-    message, track = _momentum(correction, a)
+    message, track = _momentum(correction, a, warmup)
 
     def moved(server: MVRState, pseudograd: PyTree) -> MVRState:
-        return server._replace(params=jax.tree.map(lambda x, g: x - server_lr * g, server.params, pseudograd))
+        """The end of a round: the new model, which is the old one during the warm-up."""
+        x = jax.tree.map(lambda x, g: x - server_lr * g, server.params, pseudograd)
+        if not warmup:
+            return server._replace(params=x)
+        x = jax.tree.map(lambda old, new: jnp.where(server.t < warmup, old, new), server.params, x)
+        return server._replace(params=x, t=server.t + 1)
+
+    def sent(server: MVRState, **parts: PyTree) -> Down:
+        share = jnp.where(server.t < warmup, 0.0, 1 - a) if warmup and not correction else ()
+        return Down(server.params, Sent(server.previous, share=share, **parts))
 
     share = 1.0 if correction else 1 - a  # of the gradient at the anchor
     train = _local_steps(loss, share, client_lr, anchor, weighting, batches)
@@ -170,7 +230,7 @@ def _mvr(
 
         def with_gradients(results: tuple[Report, Gradients], down: Down, state: Any, key: Any) -> Report:
             report, found = results
-            return report._replace(up=Up(report.up.pseudograd, message(found)))
+            return report._replace(up=Up(report.up.pseudograd, message(found, down)))
 
         def receive(server: MVRState, aggregate: Aggregate, key: Any) -> MVRState:
             return moved(track(server, aggregate.up.aux), aggregate.up.pseudograd)
@@ -178,7 +238,7 @@ def _mvr(
         exchanges = (
             Exchange(
                 "train",
-                lambda server: Down(server.params, Sent(server.previous, server.p)),
+                lambda server: sent(server, p=server.p),
                 LocalWork((train, gradients), with_gradients),
                 receive,
             ),
@@ -187,12 +247,12 @@ def _mvr(
 
         def gradients_only(results: tuple[Gradients], down: Down, state: Any, key: Any) -> Report:
             found = results[0]
-            return Report(message(found), weight_of(weighting, found.n), state, {"loss": found.loss})
+            return Report(message(found, down), weight_of(weighting, found.n), state, {"loss": found.loss})
 
         exchanges = (
             Exchange(
                 "gradient",
-                lambda server: Down(server.params, Sent(previous=server.previous)),
+                sent,
                 LocalWork((gradients,), gradients_only),
                 lambda server, aggregate, key: track(server, aggregate.up),
             ),
@@ -207,7 +267,7 @@ def _mvr(
 
     def init(params: PyTree) -> MVRState:
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return MVRState(params, params, zeros, zeros)
+        return MVRState(params, params, zeros, zeros, jnp.int32(0) if warmup else ())
 
     return Algorithm(init=init, init_client=lambda params: (), exchanges=exchanges, params=lambda server: server.params)
 
@@ -215,37 +275,42 @@ def _mvr(
 def mime_mvr(
     loss: Loss,
     *,
-    a: Any = 0.1,
-    client_lr: Any = 0.1,
+    a: Any = A,
+    client_lr: Any = CLIENT_LR,
     server_lr: Any = 1.0,
     protocol: Protocol = "lagged",
     anchor: Anchor = "current",
     weighting: Weighting = "examples",
-    **local: Unpack[LocalOptions],
+    **options: Unpack[MVROptions],
 ) -> Algorithm:
     """MimeMVR: local steps along corrected momentum; ``a`` is 1 - beta, and a = 1 is Mime with the base SGD.
 
+    ``warmup`` is the number of rounds that only compute m_0. ``recipe`` has the constants ``smoothness``, ``delta``,
+    ``G2``, ``gap``, ``sampled`` and ``rounds``, and replaces ``client_lr``, ``a`` and ``warmup``; it needs ``steps``.
+
     >>> alg = mime_mvr(lambda params, batch, key: jnp.sum(params**2), a=0.1, client_lr=0.05)
+    >>> constants = {"smoothness": 1.0, "delta": 0.1, "G2": 1.0, "gap": 1.0, "sampled": 10, "rounds": 100}
+    >>> alg = mime_mvr(lambda params, batch, key: jnp.sum(params**2), steps=20, recipe=constants)
     """
-    return _mvr(True, loss, a, client_lr, server_lr, protocol, anchor, weighting, local)
+    return _mvr(True, loss, a, client_lr, server_lr, protocol, anchor, weighting, options)
 
 
 def mimelite_mvr(
     loss: Loss,
     *,
-    a: Any = 0.1,
-    client_lr: Any = 0.1,
+    a: Any = A,
+    client_lr: Any = CLIENT_LR,
     server_lr: Any = 1.0,
     protocol: Protocol = "lagged",
     anchor: Anchor = "current",
     weighting: Weighting = "examples",
-    **local: Unpack[LocalOptions],
+    **options: Unpack[MVROptions],
 ) -> Algorithm:
     """MimeLiteMVR: MimeMVR without the control variate c; a = 1 is FedAvg.
 
     >>> alg = mimelite_mvr(lambda params, batch, key: jnp.sum(params**2), a=0.1, client_lr=0.05)
     """
-    return _mvr(False, loss, a, client_lr, server_lr, protocol, anchor, weighting, local)
+    return _mvr(False, loss, a, client_lr, server_lr, protocol, anchor, weighting, options)
 
 
 def server_only_mvr(
@@ -261,7 +326,7 @@ def server_only_mvr(
 
     def report(results: tuple[Gradients], down: Down, state: Any, key: Any) -> Report:
         found = results[0]
-        return Report(Up(_difference(a, found)), weight_of(weighting, found.n), state, {"loss": found.loss})
+        return Report(Up(_difference(1 - a, found)), weight_of(weighting, found.n), state, {"loss": found.loss})
 
     def receive(server: MVRState, aggregate: Aggregate, key: Any) -> MVRState:
         m = jax.tree.map(lambda d, m: d + (1 - a) * m, aggregate.up.pseudograd, server.m)

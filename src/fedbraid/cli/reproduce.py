@@ -15,6 +15,9 @@ from rich.table import Table
 def command(
     names: Annotated[list[str] | None, typer.Argument(help="names from --list, or 'all'", metavar="NAME...")] = None,
     list_: Annotated[bool, typer.Option("--list", help="list the entries")] = False,
+    render_: Annotated[
+        bool, typer.Option("--render", help="write pages and index again from the JSON files in --out; runs nothing")
+    ] = False,
     full: Annotated[
         bool, typer.Option("--full/--quick", help="the paper's settings, or small ones that take seconds")
     ] = False,
@@ -26,11 +29,16 @@ def command(
 ) -> None:
     """Reproduce figures and tables of the papers. Each gets a figure and a table of the paper's numbers and ours."""
     from fedbraid.experiment.config import ConfigError
-    from fedbraid.reproduce import entries, reproduce, write_index
+    from fedbraid.reproduce import entries, render, reproduce, write_index
     from fedbraid.simulation import use_cores
 
     if list_:
         return _list(json)
+    if render_:
+        if names or not out.is_dir():
+            raise ConfigError("--render takes no names and needs --out FOLDER, an existing folder of results")
+        print(render(out))
+        return None
     if not names:
         raise ConfigError("name an entry, or 'all'; fedbraid reproduce --list shows them")
     places = {}
@@ -74,11 +82,15 @@ def _list(json: bool) -> None:
 def _print(console: Console, result: dict, out: Path) -> None:
     from fedbraid.reproduce.page import shown
 
-    table = Table(title=f"{result['name']}: {result['title']}", title_justify="left", box=None, pad_edge=False)
-    for head in ("", "paper", "ours", "band we accept", "within"):
-        table.add_column(head)
-    for row in result["findings"]:
-        within = "[green]yes[/]" if row["within"] else "[red]no[/]"
-        table.add_row(row["what"], row["paper"], shown(row["ours"]), row["band"], within)
-    console.print(table)
+    titles = {"paper": f"{result['name']}: {result['title']}", "own": "Checks of our own"}
+    for kind, title in titles.items():
+        rows = [row for row in result["findings"] if row["kind"] == kind]
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        for head in ("", "paper" if kind == "paper" else "expected", "ours", "band we accept", "within"):
+            table.add_column(head)
+        for row in rows:
+            within = "[green]yes[/]" if row["within"] else "[red]no[/]"
+            table.add_row(row["what"], row["paper"], shown(row["ours"]), row["band"], within)
+        if rows:
+            console.print(table)
     console.print(f"[bold]{out / result['name']}.md[/] and .png, {result['seconds']:.4g} s\n", soft_wrap=True)

@@ -26,6 +26,7 @@ class Search(NamedTuple):
             "--over", help="KEY=VALUES, such as algorithm.client_lr=logspace(-4,0,9) or 0.1,0.3,1; may be repeated"
         ),
     ] = None
+    grid: Annotated[str | None, typer.Option(help="a named grid: mime-light or mime-heavy; --over adds to it")] = None
     seeds: Annotated[int | None, typer.Option(help="tuning seeds per point")] = None
     search: Annotated[str | None, typer.Option(help="grid, random or adaptive (optuna)")] = None
     trials: Annotated[int | None, typer.Option(help="points of a random or adaptive search")] = None

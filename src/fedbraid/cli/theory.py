@@ -237,7 +237,7 @@ def bound_command(
     """Evaluate a published bound: its value, its terms, and which of its assumptions were checked."""
     import inspect
 
-    from fedbraid.theory import bounds, parse_theta
+    from fedbraid.theory import bounds, mime, parse_theta
 
     table = {
         "suboptimality": bounds.suboptimality_bound,
@@ -249,6 +249,11 @@ def bound_command(
         "aggregation-rate": bounds.aggregation_rate,
         "lower-bound": bounds.aggregation_lower_bound,
         "mime": bounds.mime_rounds,
+        "mime-noise": mime.mime_noise_bound,
+        "mime-drift": mime.mime_drift_bound,
+        "mime-sgd": mime.mime_sgd_bound,
+        "mime-adam": mime.mime_adam_bound,
+        "mime-mvr": mime.mime_mvr_bound,
     }
     if not name:
         listing = {k: (inspect.getdoc(f) or "").splitlines()[0] for k, f in table.items()}

@@ -22,6 +22,7 @@ from typing import Any
 from fedbraid import files
 from fedbraid.experiment.config import Config, ConfigError, dump, parse, read_tree
 from fedbraid.experiment.figures import save
+from fedbraid.experiment.grids import grid
 from fedbraid.experiment.judging import notice_unused
 from fedbraid.experiment.lab import Lab, SweepSettings, parse_settings
 from fedbraid.experiment.points import with_values
@@ -40,12 +41,21 @@ SWEEP, TRIALS, BEST, SUMMARY, PICTURE = "sweep.toml", "trials.parquet", "best.to
 def load_sweep(
     path: Path | None, settings: Sequence[str] = (), changes: Mapping[str, Any] | None = None
 ) -> tuple[Config, SweepSettings]:
-    """A configuration and its sweep settings, from a TOML file with a ``[sweep]`` section; ``changes`` override it."""
+    """A configuration and its sweep settings, from a TOML file with a ``[sweep]`` section; ``changes`` override it.
+
+    ``grid`` names a grid of `fedbraid.experiment.grids`: its values are added to ``over``, which has priority.
+    """
     tree = read_tree(path, settings)
     section = tree.pop("sweep", {})
     if not isinstance(section, Mapping):
         raise ConfigError("sweep must be a section: [sweep]")
-    return parse(tree), parse_settings({**section, **(changes or {})})
+    section = {**section, **(changes or {})}
+    config, named = parse(tree), section.pop("grid", None)
+    if named is not None:
+        found = grid(named, config)
+        config = with_values(config, {f"algorithm.{key}": value for key, value in found.fixed.items()})
+        section["over"] = {**found.over, **section.get("over", {})}
+    return config, parse_settings(section)
 
 
 def write_sweep(path: Path, config: Config, settings: SweepSettings) -> None:

@@ -4,8 +4,20 @@ Each entry is one file in the folder of its paper, with an `Entry` named ``ENTRY
 is no list of entries to edit. Files that begin with an underscore are shared by the entries of a folder.
 """
 
-from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job, Size
-from fedbraid.reproduce.page import write_index, write_page
+from fedbraid.reproduce.entry import Entry, Evidence, Finding, Job, Kind, Size
+from fedbraid.reproduce.page import render, write_index, write_page
 from fedbraid.reproduce.registry import entries, reproduce
 
-__all__ = ["Entry", "Evidence", "Finding", "Job", "Size", "entries", "reproduce", "write_index", "write_page"]
+__all__ = [
+    "Entry",
+    "Evidence",
+    "Finding",
+    "Job",
+    "Kind",
+    "Size",
+    "entries",
+    "render",
+    "reproduce",
+    "write_index",
+    "write_page",
+]

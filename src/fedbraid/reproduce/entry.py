@@ -12,13 +12,18 @@ from fedbraid.experiment.config import ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Entry", "Evidence", "Finding", "Job", "Size"]
+__all__ = ["Entry", "Evidence", "Finding", "Job", "Kind", "Size"]
 
 Size = Literal["quick", "full"]
+Kind = Literal["paper", "own"]
 
 
 class Finding(NamedTuple):
-    """One statement of the paper and our value for it, which is within its band if ``low <= ours <= high``.
+    """One row of a page: a statement and our value for it, which is within its band if ``low <= ours <= high``.
+
+    kind: ``"paper"``, a comparison: the paper states the value, and ``paper`` quotes it. ``"own"``, a check of our own:
+        the paper does not state it (an identity, our code against NumPy, our code against a closed form), and ``paper``
+        is the value that follows from our derivation. Pages and the index show and count the two kinds apart.
 
     For a statement without a number ("A is above B") ``ours`` is a bool and there is no band. None: not run.
 
@@ -26,6 +31,8 @@ class Finding(NamedTuple):
     True
     >>> Finding("FedSplit reaches the optimum", "yes", False).within
     False
+    >>> Finding("the simulator against NumPy", "0", 1e-16, 0.0, 1e-12, kind="own").within
+    True
     """
 
     what: str
@@ -33,6 +40,7 @@ class Finding(NamedTuple):
     ours: float | bool | None
     low: float = -math.inf
     high: float = math.inf
+    kind: Kind = "paper"
 
     @property
     def within(self) -> bool:

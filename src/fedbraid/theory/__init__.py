@@ -39,6 +39,16 @@ from fedbraid.theory.frontier import (
     server_optimizer,
     simulated_frontier,
 )
+from fedbraid.theory.mime import (
+    mime_adam_bound,
+    mime_adam_rounds,
+    mime_drift_bound,
+    mime_mvr_bound,
+    mime_mvr_rounds,
+    mime_noise_bound,
+    mime_sgd_bound,
+    mime_sgd_rounds,
+)
 from fedbraid.theory.quadratics import (
     LeastSquares,
     QuadraticFederation,
@@ -130,7 +140,15 @@ __all__ = [
     "log_distortion",
     "logistic_clients",
     "lower_bound_pair",
+    "mime_adam_bound",
+    "mime_adam_rounds",
+    "mime_drift_bound",
+    "mime_mvr_bound",
+    "mime_mvr_rounds",
+    "mime_noise_bound",
     "mime_rounds",
+    "mime_sgd_bound",
+    "mime_sgd_rounds",
     "pareto_frontier",
     "parse_theta",
     "phi",

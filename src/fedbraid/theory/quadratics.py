@@ -306,7 +306,7 @@ def lower_bound_pair(mu: float, G: float) -> QuadraticFederation:
     return linear_federation([[[2.0 * mu]], [[0.0]]], [[-G], [G]])
 
 
-def crossing_pair(kappa0: float, *, radius: float = 1.0) -> QuadraticFederation:
+def crossing_pair(kappa0: float, *, radius: float = 1.0, half_angle: float | None = None) -> QuadraticFederation:
     """Two clients in the plane with large curvature along nearly parallel lines: x* is far from both minimizers.
 
     Client 1 has curvature kappa0 along ``u = (cos h, sin h)``, 1 across it, and its minimizer at ``C u``. Client 2 has
@@ -315,15 +315,22 @@ def crossing_pair(kappa0: float, *, radius: float = 1.0) -> QuadraticFederation:
     ``(0, C sin h)``. The distance to x* thus grows like ``sqrt(kappa0)``, which contradicts every bound of the form
     constant times C times Delta (docs/theory/suboptimality.md).
 
+    half_angle: the angle h, with the minimizers at ``(C, 0)`` and ``(-C, 0)`` instead. Then x* is
+        ``(0, C (kappa0 - 1) sin h cos h / (1 + (kappa0 - 1) sin^2 h))``. The angle ``0.62 / sqrt(kappa0)`` is close to
+        the worst one for two local steps.
+
     >>> crossing_pair(399.0).minimizer.round(6).tolist()
     [0.0, 10.0]
+    >>> crossing_pair(60.0, half_angle=0.08).minimizer.round(6).tolist()
+    [0.0, 3.413643]
     """
     check_curvature(1.0, kappa0)
-    sine = 1.0 / math.sqrt(kappa0 + 1.0)
+    sine = 1.0 / math.sqrt(kappa0 + 1.0) if half_angle is None else math.sin(half_angle)
     cosine = math.sqrt(1.0 - sine**2)
     stiff = np.array([[cosine, sine], [cosine, -sine]])
     A = np.eye(2) + (kappa0 - 1.0) * np.einsum("ia,ib->iab", stiff, stiff)
-    return federation(A, radius * stiff * np.array([[1.0], [-1.0]]))
+    own = stiff if half_angle is None else np.array([[1.0, 0.0], [1.0, 0.0]])
+    return federation(A, radius * own * np.array([[1.0], [-1.0]]))
 
 
 def check_curvature(mu: float, smoothness: float) -> None:

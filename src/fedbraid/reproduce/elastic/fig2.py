@@ -56,7 +56,7 @@ def full(job: Job) -> Evidence:
         plain, over, control = (by_rate(results[name, arm])[RATE] for arm in ARMS)
         gain, left = float(np.mean(over - plain)), float(np.mean(over - control))
         found.append(Finding(f"{name}: gain by elastic aggregation, accuracy in points", "above 0", gain, 0.0))
-        found.append(Finding(f"{name}: what is left of it over the control, in points", "above 0", left, 0.0))
+        found.append(Finding(f"{name}: what is left of it over the control, in points", "above 0", left, 0.0, kind="own"))
         factor = mean_factor(results[name, "elastic"], RATE)
         errors = [v.std(ddof=1) / np.sqrt(len(v)) for v in (over - plain, over - control)]
         said.append(
@@ -107,7 +107,7 @@ def quick(job: Job) -> Evidence:
     findings = (
         Finding("models sent per round for each client, FedAvg", "2", plain["models"] / 4, 2, 2),
         Finding("the same with elastic aggregation", "3", over["models"] / 4, 3, 3),
-        Finding("elastic: accuracy in % after 10 rounds", "learns", float(accuracy.min()), 40, 100),
+        Finding("elastic: accuracy in % after 10 rounds", "learns", float(accuracy.min()), 40, 100, kind="own"),
     )
     return Evidence(findings, draw(results, 0.1))
 

@@ -105,7 +105,7 @@ def _check_constant_steps(best: dict[int, np.ndarray], counts: np.ndarray, bound
         guess = _predicted(counts[late], steps)
         apart = float(np.abs(np.sqrt(values[late] / _value(guess)) - 1).max())
         what = f"K = {steps}: best x_R over g (1 + ln(1/g)), by hand: distance from 1, R >= 32"
-        findings.append(Finding(what, "none given", apart, 0.0, 0.1))
+        findings.append(Finding(what, "0", apart, 0.0, 0.1, kind="own"))
         bare = values[late] / (1 + np.log(1 / _share(counts[late], steps))) ** 2
         slope = float(np.polyfit(np.log(counts[late]), np.log(bare), 1)[0])
         what = f"K = {steps}: exponent of R in that best value, its logarithm taken out"
@@ -124,6 +124,7 @@ def _check_schedules_and_proof() -> list[Finding]:
             float(np.abs(_printed(0.03, 10, 50) - _path(np.array([0.03]), 10, 50)[:, 0]).max()),
             0.0,
             1e-12,
+            kind="own",
         ),
         Finding(
             "fedavg of the library against the same",
@@ -131,6 +132,7 @@ def _check_schedules_and_proof() -> list[Finding]:
             float(np.abs(_library(0.03, 10, 20) - _path(np.array([0.03]), 10, 20)[:, 0]).max()),
             0.0,
             1e-12,
+            kind="own",
         ),
     ]
 
@@ -156,13 +158,14 @@ def _check_exceptions() -> list[Finding]:
     one = _value(_path(np.array([0.5 / MU]), 1, 64))[-1, 0]
     low = _bound(64)
     return [
-        Finding("K = 1, R = 64: f over the bound", "not covered (K > 1)", float(one) / low, 0.0, 0.01),
+        Finding("K = 1, R = 64: f over the bound", "not covered (K > 1)", float(one) / low, 0.0, 0.01, kind="own"),
         Finding(
             "server step 10^6, local step as much smaller, K = 10, R = 64: f over the bound",
             "no bound possible: large-batch SGD",
             _large_server_step(64) / low,
             0.0,
             0.01,
+            kind="own",
         ),
     ]
 

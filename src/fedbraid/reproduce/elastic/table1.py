@@ -155,9 +155,11 @@ def quick(job: Job) -> Evidence:
     results[LARGER] = run_method("c", data, job, **options | {"points": points}, **model)
     accuracy = {name: best_rate(result)[1] for name, result in results.items()}
     found = (
-        Finding("mu = 0 and one batch: momentum is the average, test losses apart", "0", apart, 0.0, 1e-4),
-        Finding("accuracy in % after 10 rounds", "learns", float(accuracy["elastic (momentum)"].min()), 40, 100),
-        Finding("the control learns, too", "learns", float(accuracy[LARGER].min()), 40, 100),
+        Finding("mu = 0 and one batch: momentum is the average, test losses apart", "0", apart, 0.0, 1e-4, kind="own"),
+        Finding(
+            "accuracy in % after 10 rounds", "learns", float(accuracy["elastic (momentum)"].min()), 40, 100, kind="own"
+        ),
+        Finding("the control learns, too", "learns", float(accuracy[LARGER].min()), 40, 100, kind="own"),
     )
     return Evidence(found, draw(accuracy))
 

@@ -199,9 +199,21 @@ def _check_bounds(cases: Sequence[Case], shares: Sequence[float]) -> list[Findin
             "Lemma 2.2 with its factor L, no noise, every round: largest ratio", "at most 1", max(progress), 0.0, 1.0
         ),
         Finding(
-            "exponents of the four terms in eight quantities: distance from those by hand", "0", _exponents(), 0, 1e-9
+            "exponents of the four terms in eight quantities: distance from those by hand",
+            "0",
+            _exponents(),
+            0,
+            1e-9,
+            kind="own",
         ),
-        Finding("the library's shadow sequence against the loop measured here", "0", _library(0.1, 4, 20), 0.0, 1e-12),
+        Finding(
+            "the library's shadow sequence against the loop measured here",
+            "0",
+            _library(0.1, 4, 20),
+            0.0,
+            1e-12,
+            kind="own",
+        ),
     ]
 
 

@@ -74,6 +74,7 @@ def _check_trace(trace: ShadowTrace, split: Split) -> list[Finding]:
             float(np.abs(trace.shadow[:, -1] - trace.server[1:]).max()),
             0.0,
             1e-12,
+            kind="own",
         ),
         Finding(
             "iterates of all clients and steps against Algorithm 1 in NumPy",
@@ -81,9 +82,12 @@ def _check_trace(trace: ShadowTrace, split: Split) -> list[Finding]:
             float(np.abs(trace.iterates - iterates).max()),
             0.0,
             1e-12,
+            kind="own",
         ),
-        Finding("server models against NumPy", "0", float(np.abs(trace.server - server).max()), 0.0, 1e-12),
-        Finding("drift at the start of a round", "0: clients begin at the server's model", reset, 0.0, 1e-20),
+        Finding("server models against NumPy", "0", float(np.abs(trace.server - server).max()), 0.0, 1e-12, kind="own"),
+        Finding(
+            "drift at the start of a round", "0: clients begin at the server's model", reset, 0.0, 1e-20, kind="own"
+        ),
         Finding(
             "drift grows with every local step, in every round",
             "drawn so",
@@ -118,10 +122,14 @@ def _check_ends(job: Job, split: Split) -> tuple[list[Finding], list[float]]:
         stop, miss = _misses(split, rate=RATE, steps=tau, rounds=400)
         misses.append(miss)
         findings.append(
-            Finding(f"tau = {tau}: end of 400 rounds against the surrogate's minimizer", "none given", stop, 0.0, 1e-9)
+            Finding(
+                f"tau = {tau}: end of 400 rounds against the surrogate's minimizer", "0", stop, 0.0, 1e-9, kind="own"
+            )
         )
     if job.full:
-        findings.append(Finding("tau = 1: distance of that end from the optimum", "0: no drift", misses[0], 0.0, 1e-9))
+        findings.append(
+            Finding("tau = 1: distance of that end from the optimum", "0: no drift", misses[0], 0.0, 1e-9, kind="own")
+        )
         findings.append(
             Finding("that distance grows with tau = 1, 4, 16", "drift terms grow", misses == sorted(misses))
         )

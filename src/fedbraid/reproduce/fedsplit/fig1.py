@@ -92,7 +92,7 @@ def _check_floors(
             stop = stops[name] - stops["optimum"]
             floor = float(0.5 * stop @ H @ stop)
             what = f"{name}: gap at which it stops, over that of its fixed point by hand ({floor:.3g})"
-            findings.append(Finding(what, "1", float(gaps[-1]) / floor, 1 - 1e-6, 1 + 1e-6))
+            findings.append(Finding(what, "1", float(gaps[-1]) / floor, 1 - 1e-6, 1 + 1e-6, kind="own"))
             what = f"{name}: that gap over the first one"
             findings.append(Finding(what, "fails to converge to the optimum", floor / start, 1e-9))
     floors = {name: float(gaps[-1]) for name, (_, gaps) in curves.items()}
@@ -119,7 +119,12 @@ def _check_rates(
     measured = float((seen[until] / seen[2]) ** (0.5 / (until - 2)))
     return [
         Finding(
-            "simulated gaps against closed forms, method by method, round by round: relative", "0", apart, 0.0, 1e-6
+            "simulated gaps against closed forms, method by method, round by round: relative",
+            "0",
+            apart,
+            0.0,
+            1e-6,
+            kind="own",
         ),
         Finding(
             f"FedSplit's contraction per round; Theorem 1 promises {rate:.3f}",

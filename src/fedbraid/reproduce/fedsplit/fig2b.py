@@ -251,6 +251,7 @@ def _check(curves: Mapping[str, Curve], late: Curve, lowest: float) -> list[Find
             "no method's cost lies below that of L-BFGS on the pooled data",
             "yes",
             _above([*curves.values(), late], lowest),
+            kind="own",
         ),
     ]
     if TENTH in curves:

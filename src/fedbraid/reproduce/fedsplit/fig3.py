@@ -89,7 +89,7 @@ def run(job: Job) -> Evidence:
         expected = counted[name][hundred]
         ours = _simulated(name, conditioned_least_squares(float(kappas[hundred]), **size), rounds=expected + 5)
         what = f"{name}: rounds at kappa = 100 in the simulator; closed form {expected}"
-        findings.append(Finding(what, "none given", float(ours), expected, expected))
+        findings.append(Finding(what, str(expected), float(ours), expected, expected, kind="own"))
     if job.full:
         findings = [
             Finding("FedGD: rounds at kappa = 10,000", "on the order of 34,000", last["FedGD"], 30_600, 37_400),

@@ -62,7 +62,9 @@ def run(job: Job) -> Evidence:
             Finding(
                 f"L = {L:g}: smallest rho over K, gamma = 0.01", "about 0", float(by_steps.rho.min()), 0.0, PLOTTED
             ),
-            Finding(f"L = {L:g}: frontier against Algorithm 2 run step by step", "0", _stepwise(L), 0.0, 1e-9),
+            Finding(
+                f"L = {L:g}: frontier against Algorithm 2 run step by step", "0", _stepwise(L), 0.0, 1e-9, kind="own"
+            ),
         ]
     # gamma -> 1 / L leaves q = (1 - mu / L)^K of the slowest mode: kappa = 1 / (1 - q), rho = q / (2 - q)
     for L, paper in ((5.0, "about 0"), (50.0, "not about 0")):

@@ -44,7 +44,9 @@ def run(job: Job) -> Evidence:
         worst = max(
             worst, abs(float(said.rho[0]) - (seen.kappa - 1) / (seen.kappa + 1)), abs(float(said.delta[0]) - seen.delta)
         )
-    findings.append(Finding("frontier against Algorithm 2 with the proximal term, step by step", "0", worst, 0.0, 1e-8))
+    findings.append(
+        Finding("frontier against Algorithm 2 with the proximal term, step by step", "0", worst, 0.0, 1e-8, kind="own")
+    )
     return Evidence(tuple(findings), figure_10())
 
 

@@ -27,8 +27,8 @@ def quick(job: Job) -> Evidence:
     far = float(np.abs(curves[1.0] / curves[0.0] - 1).max())
     findings = (
         Finding("gamma = 0 makes progress: loss at the end over the first", "below 1", progress, 0.0, 0.95),
-        Finding("gamma to 0 is gamma = 0: relative difference of losses at 1e-4", "0", near, 0.0, 0.005),
-        Finding("and at 1", "above", far, 0.02),
+        Finding("gamma to 0 is gamma = 0: relative difference of losses at 1e-4", "0", near, 0.0, 0.005, kind="own"),
+        Finding("and at 1", "above", far, 0.02, kind="own"),
     )
     return Evidence(findings, draw(result["rounds"], curves))
 

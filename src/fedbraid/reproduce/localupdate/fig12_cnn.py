@@ -32,9 +32,11 @@ def quick(job: Job) -> Evidence:
     shown = learned(curves)
     many, one = [np.abs(curve / once[0.0] - 1).max() for curve in (curves[0.0], once[0.03])]
     findings = (
-        Finding("gamma = 0, 4 steps: 4 times the gradient, relative difference of losses", "0", many, 0.0, 1e-5),
-        Finding("one step: gamma does nothing, relative difference of losses", "0", one, 0.0, 1e-5),
-        Finding("gamma = 1000 is left out, and no other", "omitted as diverged", set(shown) == {0.0, 0.01, 0.03}),
+        Finding("gamma = 0, 4 steps: 4 times the gradient, relative difference of losses", "0", many, 0.0, 1e-5,
+                kind="own"),
+        Finding("one step: gamma does nothing, relative difference of losses", "0", one, 0.0, 1e-5, kind="own"),
+        Finding("gamma = 1000 is left out, and no other", "omitted as diverged", set(shown) == {0.0, 0.01, 0.03},
+                kind="own"),
         Finding("gamma = 0.03 gains on gamma = 0 from the start: loss", "above 0",
                 float((curves[0.0] - curves[0.03]).min()), 1e-4),
     )  # fmt: skip

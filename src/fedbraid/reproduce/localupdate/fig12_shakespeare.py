@@ -23,10 +23,11 @@ def quick(job: Job) -> Evidence:
     near, far = curves[0.25] - curves[0.0], curves[1.0] - curves[0.0]
     findings = (
         Finding("gamma = 0 learns: loss at the end over the first", "below 1",
-                curves[0.0][-1] / curves[0.0][0], 0.0, 0.99),
-        Finding("roles that differ: loss that gamma = 1 is above gamma = 0, least", "above 0", far.min(), 1e-4),
-        Finding("its distance over that of gamma = 0.25, least", "4", (far / near).min(), 3.6, 4.4),
-        Finding("and largest", "4", (far / near).max(), 3.6, 4.4),
+                curves[0.0][-1] / curves[0.0][0], 0.0, 0.99, kind="own"),
+        Finding("roles that differ: loss that gamma = 1 is above gamma = 0, least", "above 0", far.min(), 1e-4,
+                kind="own"),
+        Finding("its distance over that of gamma = 0.25, least", "4", (far / near).min(), 3.6, 4.4, kind="own"),
+        Finding("and largest", "4", (far / near).max(), 3.6, 4.4, kind="own"),
     )  # fmt: skip
     return Evidence(findings, draw(result["rounds"], curves))
 

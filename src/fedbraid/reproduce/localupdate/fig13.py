@@ -39,9 +39,9 @@ def quick(job: Job) -> Evidence:
     losses = np.array(result["test_loss"])[:, -1].reshape(2, 3)
     excess = float(best[0.0][1][-1] - losses[0].min())
     findings = (
-        Finding("server rate chosen for gamma = 0", "the lowest loss", best[0.0][0], 0.1, 0.1),
-        Finding("loss at the chosen rate less the lowest of the grid", "0", excess, 0, 0),
-        Finding("loss falls with the server rate", "yes", bool((np.diff(losses[0]) > 0).all())),
+        Finding("server rate chosen for gamma = 0", "the lowest loss", best[0.0][0], 0.1, 0.1, kind="own"),
+        Finding("loss at the chosen rate less the lowest of the grid", "0", excess, 0, 0, kind="own"),
+        Finding("loss falls with the server rate", "yes", bool((np.diff(losses[0]) > 0).all()), kind="own"),
     )
     return Evidence(findings, draw(result["rounds"], {gamma: curve for gamma, (_, curve) in best.items()}))
 

@@ -32,13 +32,16 @@ def quick(job: Job) -> Evidence:
     curves = {gamma: curve for gamma, (_, curve) in best.items()}
     slow = result["test_loss"][:: len(small["rates"])]
     findings = (
-        Finding("eta = 30 diverges at every gamma", "yes", sum(result["diverged"]) == len(small["gammas"])),
-        Finding("server rate that is chosen, smallest", "inside", min(eta for eta, _ in best.values()), 0.1, 0.3),
-        Finding("server rate that is chosen, largest", "inside", max(eta for eta, _ in best.values()), 0.1, 0.3),
+        Finding("eta = 30 diverges at every gamma", "yes", sum(result["diverged"]) == len(small["gammas"]), kind="own"),
+        Finding("server rate that is chosen, smallest", "inside", min(eta for eta, _ in best.values()), 0.1, 0.3,
+                kind="own"),
+        Finding("server rate that is chosen, largest", "inside", max(eta for eta, _ in best.values()), 0.1, 0.3,
+                kind="own"),
         Finding("loss at the end, eta = 0.01 less the chosen one, at least", "above 0",
-                float(min(row[-1] - curve[-1] for row, curve in zip(slow, curves.values(), strict=True))), 0.1),
+                float(min(row[-1] - curve[-1] for row, curve in zip(slow, curves.values(), strict=True))), 0.1,
+                kind="own"),
         Finding("loss at the first evaluation, gamma = 0 less gamma = 0.1", "above 0",
-                float(curves[0.0][0] - curves[0.1][0]), 1e-3),
+                float(curves[0.0][0] - curves[0.1][0]), 1e-3, kind="own"),
     )  # fmt: skip
     return Evidence(findings, draw(result["rounds"], curves))
 

@@ -39,10 +39,11 @@ def quick(job: Job) -> Evidence:
     best = tuned(result, rounds)
     findings = (
         Finding("eta = gamma: losses apart from those of FedAvg with server rate 1", "0",
-                np.abs(diagonal - averaged["test_loss"][0]).max(), 0.0, 1e-5),
-        Finding("the server rate that is chosen", "1", best[gamma][0], 1.0, 1.0),
-        Finding("loss at the end, FedAvg's less that at the chosen rate", "above 0", diagonal[-1] - fast[-1], 1e-3),
-        Finding("loss at the end, eta = 0.01 less FedAvg's", "above 0", slow[-1] - diagonal[-1], 1e-3),
+                np.abs(diagonal - averaged["test_loss"][0]).max(), 0.0, 1e-5, kind="own"),
+        Finding("the server rate that is chosen", "1", best[gamma][0], 1.0, 1.0, kind="own"),
+        Finding("loss at the end, FedAvg's less that at the chosen rate", "above 0", diagonal[-1] - fast[-1], 1e-3,
+                kind="own"),
+        Finding("loss at the end, eta = 0.01 less FedAvg's", "above 0", slow[-1] - diagonal[-1], 1e-3, kind="own"),
     )  # fmt: skip
     return Evidence(findings, draw(result["rounds"], {gamma: best[gamma][1]}))
 

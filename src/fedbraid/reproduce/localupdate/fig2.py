@@ -71,7 +71,8 @@ def _check_frontiers(L: float, by: Mapping[Momentum, Frontier]) -> list[Finding]
             "0",
             attained,
             0.0,
-            1e-6,  # a double root: eigenvalue solvers find it up to the square root of the rounding error
+            1e-6,
+            kind="own",  # a double root: eigenvalue solvers find it up to the square root of the rounding error
         ),
         Finding(
             f"L = {L:g}: spread of rho over momenta at K = 10^6",

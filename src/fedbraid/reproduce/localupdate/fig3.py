@@ -69,7 +69,14 @@ def run(job: Job) -> Evidence:
                 0.0,
                 1e-8,
             ),
-            Finding(f"alpha = {alpha:g}: frontier against Algorithm 2 step by step", "0", _stepwise(alpha), 0.0, 1e-9),
+            Finding(
+                f"alpha = {alpha:g}: frontier against Algorithm 2 step by step",
+                "0",
+                _stepwise(alpha),
+                0.0,
+                1e-9,
+                kind="own",
+            ),
         ]
     ends = [float(c.delta.max()) for c in curves.values()]
     findings.append(Finding("the subset shrinks as alpha grows", "yes", ends == sorted(ends, reverse=True)))
@@ -87,7 +94,14 @@ def run(job: Job) -> Evidence:
     for alpha in (0.0, 1.0):
         miss, share = _simulated(alpha)
         findings += [
-            Finding(f"alpha = {alpha:g}: simulator's end against the surrogate's minimizer", "0", miss, 0.0, 1e-9),
+            Finding(
+                f"alpha = {alpha:g}: simulator's end against the surrogate's minimizer",
+                "0",
+                miss,
+                0.0,
+                1e-9,
+                kind="own",
+            ),
             Finding(
                 f"alpha = {alpha:g}: its distance from x* over 2 C Delta (Lemma 5 on a line)", "<= 1", share, 0, 1.0
             ),

@@ -72,12 +72,20 @@ def run(job: Job) -> Evidence:
         ),
         Finding(
             f"K at the cusp; psi(mu) = psi(L) at K = {cusp_steps:.1f} by hand",
-            "none given",
+            f"{cusp_steps:.1f}",
             float(still.values[turn]),
             math.floor(cusp_steps),
             math.ceil(cusp_steps),
+            kind="own",
         ),
-        Finding("frontier against Algorithm 2 run step by step on the same matrices", "0", _stepwise(), 0.0, 1e-8),
+        Finding(
+            "frontier against Algorithm 2 run step by step on the same matrices",
+            "0",
+            _stepwise(),
+            0.0,
+            1e-8,
+            kind="own",
+        ),
     )
     note = (
         f"The mean eigenvalue at d = 400 is {mean:.2f}. A semi-circle on [1, 10] would have 5.5; the Marchenko-Pastur "

@@ -44,7 +44,7 @@ def quick(job: Job) -> Evidence:
     )
     ahead = min(a[-1] - b[-1] for a, b in zip(plain["test_loss"], ball["test_loss"], strict=True))
     findings = (
-        Finding("one local step: the proximal term does nothing, test losses apart", "0", same, 0.0, 1e-6),
+        Finding("one local step: the proximal term does nothing, test losses apart", "0", same, 0.0, 1e-6, kind="own"),
         Finding("small rates: test loss that heavy ball is ahead by, at least", "above 0", ahead, 0.0),
     )
     figure = draw({"no momentum": plain, "heavy ball": ball}, {"alpha = 0": plain, "alpha = 1": pulled}, LAST)

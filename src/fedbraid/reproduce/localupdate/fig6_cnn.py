@@ -38,10 +38,17 @@ def quick(job: Job) -> Evidence:
     ahead = (slow[:, 1, -1] - fast[:, 0, -1]).min()
     still, moved = np.abs(own - slow).max((1, 2))
     findings = (
-        Finding(f"Nesterov's first round against plain at {1 + BETA:g} eta, test losses apart", "0", first, 0.0, 1e-5),
+        Finding(
+            f"Nesterov's first round against plain at {1 + BETA:g} eta, test losses apart",
+            "0",
+            first,
+            0.0,
+            1e-5,
+            kind="own",
+        ),
         Finding("later it is ahead of that too: test loss, at least", "above 0", ahead, 1e-3),
-        Finding("gamma = 0: the proximal term is zero, test losses apart", "0", still, 0.0, 1e-5),
-        Finding("gamma = 0.1: it is not", "above 0", moved, 1e-4),
+        Finding("gamma = 0: the proximal term is zero, test losses apart", "0", still, 0.0, 1e-5, kind="own"),
+        Finding("gamma = 0.1: it is not", "above 0", moved, 1e-4, kind="own"),
     )
     left, right = {"no momentum": plain, "Nesterov": nesterov}, {"alpha = 0": plain, "alpha = 1": pulled}
     return Evidence(findings, draw(left, right, grid["rounds"]))

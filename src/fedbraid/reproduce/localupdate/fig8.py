@@ -60,7 +60,14 @@ def run(job: Job) -> Evidence:
             said = simulated_frontier(mu=1.0, smoothness=L, dim=5, values=[steps], seed=3, momentum=m)
             worst = max(worst, abs(float(said.rho[0]) - server_rate(seen.message, m)))
     findings.append(
-        Finding("rho against the spectral radius of server rounds on Algorithm 2's messages", "0", worst, 0.0, 1e-6)
+        Finding(
+            "rho against the spectral radius of server rounds on Algorithm 2's messages",
+            "0",
+            worst,
+            0.0,
+            1e-6,
+            kind="own",
+        )
     )
     note = "Roundness without momentum, Nesterov, heavy ball: " + ", ".join(f"{r:+.3f}" for r in rounds) + "."
     return Evidence(tuple(findings), figure_8(), (note,))

@@ -72,6 +72,7 @@ def run(job: Job) -> Evidence:
             max(_stepwise(a) for a in ALPHAS),
             0.0,
             1e-9,
+            kind="own",
         ),
     ]
     return Evidence(tuple(findings), figure_9())

@@ -142,9 +142,10 @@ def quick(job: Job) -> Evidence:
     findings = (
         Finding(
             "without memory (beta 0) Loc-Mime is Mime: largest difference of test losses", "0",
-            float(np.abs(one - other).max()), 0.0, 1e-6,
+            float(np.abs(one - other).max()), 0.0, 1e-6, kind="own",
         ),
-        Finding("test loss at the end over that after two rounds", "below 1", float(one[1, -1] / one[1, 0]), 0.0, 0.95),
+        Finding("test loss at the end over that after two rounds", "below 1", float(one[1, -1] / one[1, 0]), 0.0, 0.95,
+                kind="own"),
     )  # fmt: skip
     return Evidence(findings, draw(results, {"digits": tuple(results)}), (rates_note(results),))
 

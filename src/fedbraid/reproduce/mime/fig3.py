@@ -60,10 +60,11 @@ def quick(job: Job) -> Evidence:
     findings = (
         Finding(
             "one local step on all data: Mime is MimeLite, as U is linear: largest relative difference of losses",
-            "0", float(np.abs(one / other - 1).max()), 0.0, 1e-4,
+            "0", float(np.abs(one / other - 1).max()), 0.0, 1e-4, kind="own",
         ),
         Finding(
-            "test loss at the end over that after two rounds", "below 1", float(one[1, -1] / one[1, 0]), 0.0, 0.99
+            "test loss at the end over that after two rounds", "below 1", float(one[1, -1] / one[1, 0]), 0.0, 0.99,
+            kind="own"
         ),
     )  # fmt: skip
     return Evidence(findings, draw(results, {"digits": names}), (rates_note(results),))

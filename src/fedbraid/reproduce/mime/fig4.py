@@ -128,8 +128,15 @@ def quick(job: Job) -> Evidence:
     apart = [abs(losses[s, 1e-2, 1.0] / losses[s, 1e-3, 0.1] - 1) for s in (0.1, 0.01)]
     other = [abs(losses[s, 1e-2, 0.1] / losses[s, 1e-3, 0.1] - 1) for s in (0.1, 0.01)]
     findings = (
-        Finding("one local step: client rate and epsilon times ten, test losses apart", "0", max(apart), 0.0, 1e-4),
-        Finding("epsilon alone times ten, test losses apart", "above 0", min(other), 1e-3),
+        Finding(
+            "one local step: client rate and epsilon times ten, test losses apart",
+            "0",
+            max(apart),
+            0.0,
+            1e-4,
+            kind="own",
+        ),
+        Finding("epsilon alone times ten, test losses apart", "above 0", min(other), 1e-3, kind="own"),
     )
     return Evidence(findings, draw({"FedAvgAdam": tuned(result, ("server_lr", "tau"))}))
 

@@ -89,9 +89,21 @@ def quick(job: Job) -> Evidence:
     losses = {tuple(p.values()): r[-1] for p, r in zip(result["points"], result["test_loss"], strict=True)}
     apart = abs(losses[1.0, 0.1] / losses[0.1, 1.0] - 1)
     findings = (
-        Finding("FedAvg, one local step: server rate 1 and client rate 0.1, or the reverse", "0", apart, 0.0, 1e-5),
         Finding(
-            "both rates 1: test loss over that of both 0.1", "below 1", losses[1.0, 1.0] / losses[0.1, 0.1], 0, 0.9
+            "FedAvg, one local step: server rate 1 and client rate 0.1, or the reverse",
+            "0",
+            apart,
+            0.0,
+            1e-5,
+            kind="own",
+        ),
+        Finding(
+            "both rates 1: test loss over that of both 0.1",
+            "below 1",
+            losses[1.0, 1.0] / losses[0.1, 0.1],
+            0,
+            0.9,
+            kind="own",
         ),
     )
     return Evidence(findings, draw({"FedAvgSGD": tuned(result, ("server_lr",))}))

@@ -100,8 +100,17 @@ TINY = 1e-16  # an epsilon at which only the leading term counts
 def _check_cells() -> list[Finding]:
     """The library's rates against the table's cells, and the exponents of their leading terms."""
     findings = [
-        Finding("the library's rates against the cells by hand, 200 settings: relative", "0", _apart(), 0.0, 1e-12),
-        Finding("rows of the table that the library has", "12 with the bound", float(len(MIME_TABLE)), 12, 12),
+        Finding(
+            "the library's rates against the cells by hand, 200 settings: relative",
+            "0",
+            _apart(),
+            0.0,
+            1e-12,
+            kind="own",
+        ),
+        Finding(
+            "rows of the table that the library has", "12 with the bound", float(len(MIME_TABLE)), 12, 12, kind="own"
+        ),
     ]
     for name, (of_e, of_s) in EXPONENTS.items():
         what = f"{name}: exponent of epsilon, of S, as epsilon goes to 0"
@@ -120,6 +129,7 @@ def _check_adam_and_sgd() -> list[Finding]:
             _rounds("server_adam", **near) * 1e-9 / USUAL["L"],
             1 - 1e-6,
             1 + 1e-6,
+            kind="own",
         ),
         Finding(
             "adam: MimeLite's rounds over Mime's, S = 16",

@@ -54,9 +54,18 @@ def quick(job: Job) -> Evidence:
     adam = run_method("MimeAdam", data, **{**once, "rounds": 20, "every": 20, "rates": (0.01, 0.001)})
     apart = float(np.abs(np.array(ada["test_loss"]) / np.array(avg["test_loss"]) - 1).max())
     findings = (
-        Finding("first round of FedAvgAdagrad against FedAvg at rate 1/sqrt(0.1), test losses", "0", apart, 0.0, 1e-5),
+        Finding(
+            "first round of FedAvgAdagrad against FedAvg at rate 1/sqrt(0.1), test losses",
+            "0",
+            apart,
+            0.0,
+            1e-5,
+            kind="own",
+        ),
         Finding("MimeAdam, eps 1e-7: no point diverges", "stable", not any(adam["diverged"])),
-        Finding("MimeAdam: accuracy in % after 20 rounds", "learns", 100 * adam["test_accuracy"][0][-1], 50, 100),
+        Finding(
+            "MimeAdam: accuracy in % after 20 rounds", "learns", 100 * adam["test_accuracy"][0][-1], 50, 100, kind="own"
+        ),
         Finding("MimeAdam: models sent per round", "35", round(adam["models"], 1), 35, 35),
     )
     figure = draw({"FedAvgAdagrad": ada, "FedAvgSGD": avg, "MimeAdam": adam}, {}, 20, margin=0, title="digits")

@@ -34,8 +34,9 @@ def suboptimality_bound(
     - ``"conjectured"``: 2 C Delta, the paper's conjecture for every dimension.
     - ``"general"``: ``sqrt(kappa0) C 2 Delta / (1 - Delta)``, proven in docs/theory/suboptimality.md.
 
-    In two and more dimensions the published proof has a gap, and `quadratics.crossing_pair` exceeds 8 C Delta if
-    kappa0 is larger than about 200. So the first two are never marked proven there.
+    In two and more dimensions the published proof has a gap, and `quadratics.crossing_pair` exceeds both values: with
+    two local steps (Theta_{1:2}), ``gamma = 1 / (2 L)`` and the right angle it exceeds 2 C Delta at kappa0 = 3 and
+    8 C Delta at kappa0 = 43 (9.4 C Delta at kappa0 = 60). So the first two are never marked proven there.
 
     >>> from fedbraid.theory import surrogate as s
     >>> b = suboptimality_bound(radius=1.0, mu=1.0, smoothness=10.0, gamma=0.05, theta=s.theta_sum(10))
