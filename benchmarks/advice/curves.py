@@ -14,7 +14,7 @@ import numpy as np
 KEEP = 5  # evaluations over which a target must be kept, the first one included
 LEAST = 20  # rounds that the best method needs at least
 LEVEL = 20  # evaluations over which the best level is averaged, so that it is not a lucky dip
-SHARES = (0.8, 0.85, 0.9, 0.925, 0.95, 0.96, 0.97, 0.98, 0.985, 0.99)  # of the best improvement
+SHARES = (0.8, 0.85, 0.9, 0.925, 0.95, 0.96, 0.97, 0.98, 0.985, 0.99, 0.995, 0.998)  # of the best improvement
 MOST = 10.0  # a candidate that needs more than this many times the best method's rounds counts as this ratio
 
 
@@ -58,37 +58,43 @@ def best_level(curves: Iterable[Any]) -> float:
     return min((float(kept(curve, min(LEVEL, len(curve))).min()) for curve in curves), default=np.inf)
 
 
-def set_target(start: float, curves: Sequence[Any], *, least: int = LEAST) -> dict[str, float]:
-    """The target: the initial loss less a share of the best improvement that any of the curves keeps.
+def target_of(start: float, curves: Sequence[Any], share: float) -> dict[str, float]:
+    """The target of a share: the initial loss less this share of the best improvement of any of the curves.
 
-    The share is the first in ``SHARES`` with which the fastest curve needs at least ``least`` rounds; the last one if
-    there is none. ``rounds`` of the result tells whether it does.
+    ``rounds`` is what the fastest curve needs, 0 if none reaches it.
+    """
+    best = best_level(curves)
+    target = start - share * (start - best)
+    found = [rounds for rounds in (rounds_to(curve, target) for curve in curves) if rounds is not None]
+    return {"target": target, "share": share, "start": start, "best": best, "rounds": min(found, default=0)}
+
+
+def set_target(start: float, curves: Sequence[Any], *, least: int = LEAST) -> dict[str, float]:
+    """The target of the first share in ``SHARES`` with which the fastest curve needs at least ``least`` rounds.
+
+    If there is none, that of the share with which it needs the most rounds.
 
     >>> curve = 1 - np.minimum(np.arange(1, 101) / 50, 1)  # falls by 0.02 a round, from 1 to 0
     >>> found = set_target(1.0, [curve])
     >>> round(found["target"], 6), found["share"], found["rounds"]
     (0.2, 0.8, 40)
     """
-    best = best_level(curves)
-    for share in SHARES:
-        target = start - share * (start - best)
-        found = [r for r in (rounds_to(curve, target) for curve in curves) if r is not None]
-        if min(found, default=0) >= least:
-            break
-    return {"target": target, "share": share, "start": start, "best": best, "rounds": min(found, default=0)}
+    found = [target_of(start, curves, share) for share in SHARES]
+    return next((one for one in found if one["rounds"] >= least), max(found, key=lambda one: one["rounds"]))
 
 
 def effort(curve: Any, goal: dict[str, float]) -> float:
-    """How slow a setting is, for tuning: the geometric mean of its rounds to the target and to the next two shares.
+    """How slow a setting is, for tuning: the geometric mean of its rounds to the target and to both shares beside it.
 
     One target alone would reward a lucky dip of a noisy curve. A target that is not reached counts as twice the
     length of the curve.
 
-    >>> curve = 1 - np.minimum(np.arange(1, 101) / 100, 1)  # 80% after 80 rounds, then 85% and 90%
-    >>> round(effort(curve, {"start": 1.0, "best": 0.0, "share": 0.8}), 2)
+    >>> curve = 1 - np.minimum(np.arange(1, 101) / 100, 1)  # 80, 85 and 90% after 80, 85 and 90 rounds
+    >>> round(effort(curve, {"start": 1.0, "best": 0.0, "share": 0.85}), 2)
     84.9
     """
-    shares = [share for share in SHARES if share >= goal["share"]][:3]
+    at = SHARES.index(goal["share"])
+    shares = SHARES[max(at - 1, 0) : at + 2]
     found = [rounds_to(curve, goal["start"] - share * (goal["start"] - goal["best"])) for share in shares]
     return float(np.exp(np.mean(np.log([2 * len(curve) if rounds is None else rounds for rounds in found]))))
 

@@ -52,7 +52,7 @@ TWO = {"batch_size": 10, "epochs": 2}
 
 FEDERATIONS = (
     Federation("chem97", "design", "natural: schools", "least_squares", 10, options=LINE),
-    Federation("nafld2", "design", "natural: patients", "logistic", 10, options=LINE, local=TWO),
+    Federation("nafld2", "design", "natural: patients", "logistic", 10, options=LINE),
     Federation("synthetic-weak", "design", "weak heterogeneity, size skew", "softmax_regression", 6),
     Federation("skewed-squares", "design", "strong heterogeneity, feature skew", "least_squares", 5, local=TWO),
     Federation("breast-cancer", "design", "label skew, all clients", "logistic", "all", options=LINE),

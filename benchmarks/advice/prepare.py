@@ -100,15 +100,15 @@ def chem97(_: Path | None) -> Made:
 
 
 def nafld2(_: Path | None) -> Made:
-    """Whether a patient's next HDL value is above 50, from the last HDL, cholesterol and the days between."""
+    """Whether a patient's next HDL value is above 50, from the last HDL and cholesterol (100 mg/dl) and the years."""
     frame = _frame("survival", "nafld2")
     wide = frame[frame["test"].isin(["hdl", "chol"])].groupby(["id", "days", "test"])["value"].mean().unstack().dropna()
     ids, days = wide.index.get_level_values(0).to_numpy(), wide.index.get_level_values(1).to_numpy()
     hdl, chol = wide["hdl"].to_numpy(), wide["chol"].to_numpy()
     same = ids[1:] == ids[:-1]
-    x = np.stack([hdl[:-1], chol[:-1], np.log1p(np.maximum(days[1:] - days[:-1], 0)), days[:-1]], 1)[same]
+    x = np.stack([hdl[:-1] / 100, chol[:-1] / 100, (days[1:] - days[:-1]) / 365, days[:-1] / 3650], 1)[same]
     y = (hdl[1:] > 50)[same].astype(np.int32)
-    return Made(_standard(x), y, _chosen(ids[1:][same], clients=200, least=12, most=40, seed=2), {"classes": 2})
+    return Made(x.astype(np.float32), y, _chosen(ids[1:][same], clients=200, least=12, most=40, seed=2), {"classes": 2})
 
 
 def insteval(_: Path | None) -> Made:
@@ -142,12 +142,12 @@ def flights(_: Path | None) -> Made:
 
 
 def breast_cancer(_: Path | None) -> Made:
-    """Features scaled to 0 to 1, which leaves them correlated; labels skewed by a Dirichlet distribution."""
+    """Features scaled to -1 to 1, which leaves them correlated; labels skewed by a Dirichlet distribution."""
     from sklearn.datasets import load_breast_cancer
 
     found: Any = load_breast_cancer()
     x, y = found.data, found.target.astype(np.int32)
-    x = ((x - x.min(0)) / np.ptp(x, 0)).astype(np.float32)
+    x = (2 * (x - x.min(0)) / np.ptp(x, 0) - 1).astype(np.float32)
     return Made(x, y, dirichlet(y, clients=12, alpha=0.3, min_size=10, seed=6), {"classes": 2})
 
 
