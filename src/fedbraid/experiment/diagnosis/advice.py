@@ -16,7 +16,7 @@ from fedbraid.theory.constants import Constants, envelope
 from fedbraid.theory.frontier import Point, point
 from fedbraid.theory.surrogate import theta_sum
 
-__all__ = ["Advice", "Probe", "Sentence", "Settings", "advise", "round_down"]
+__all__ = ["Advice", "Probe", "Sentence", "Settings", "advise", "error_terms", "round_down"]
 
 TRADE_OFFS = "Charles and Konecny 2021"
 MIME = "Karimireddy et al. 2021 (Mime)"
@@ -117,7 +117,7 @@ def advise(points: Sequence[Constants], settings: Settings, probes: Sequence[Pro
         raise ValueError("advise needs the constants of at least one point")
     worst, last = envelope(points), points[-1]
     safe = 1.0 / (worst.L_client_max.value + settings.alpha) if worst.L_client_max.value > 0 else math.inf
-    terms = _terms(last, settings)
+    terms = error_terms(last, settings)
     dominant = max(terms, key=lambda name: terms[name])
     mime_steps = max(1, math.ceil(last.L.value / last.delta.value - 1e-9)) if last.delta.value > 0 else 1
     about_probes, tried = _about_probes(probes, settings, safe)
@@ -157,7 +157,7 @@ def _about_step(settings: Settings, safe: float) -> Sentence:
     return Sentence(text, f"{TRADE_OFFS}, Lemma 1")
 
 
-def _terms(c: Constants, settings: Settings) -> dict[str, float]:
+def error_terms(c: Constants, settings: Settings) -> dict[str, float]:
     """Squared errors of a round's mean direction, in units of a squared gradient.
 
     Client sampling G^2 / S (1 - S / N), batch noise sigma^2 / (K S), and the bias of local steps (Theorem I of Mime):

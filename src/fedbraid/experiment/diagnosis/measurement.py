@@ -22,7 +22,7 @@ from fedbraid.notices import notice
 from fedbraid.simulation import evaluator, simulate
 from fedbraid.theory.constants import Constants, envelope, estimate
 
-__all__ = ["Diagnosis", "diagnose"]
+__all__ = ["Diagnosis", "diagnose", "evaluation_loss", "settings_of"]
 
 BACK_OFF = 8  # at most this many rates are tried, each a tenth of the one before
 SERVER_STEPS = (1.0, 1.5, 2.0)  # tried with every number of local steps
@@ -95,9 +95,9 @@ def diagnose(
     if seed is not None:
         config = config.model_copy(update={"seed": seed})
     made = build(config)
-    settings = _settings(config, made.data.train)
+    settings = settings_of(config, made.data.train)
     weighting = _option(config, "weighting", "examples")
-    loss = _evaluation_loss(made)
+    loss = evaluation_loss(made)
     if clients is None:
         clients = 50 if sum(leaf.size for leaf in jax.tree.leaves(made.params)) <= 20_000 else 10
     at = sorted({round(i * rounds / max(points - 1, 1)) for i in range(points)}) if points > 1 else [rounds]
@@ -186,7 +186,8 @@ def _option(config: Config, name: str, default: Any) -> Any:
     return default if value is None or value is getattr(type(value), "empty", object()) else value
 
 
-def _settings(config: Config, split: Split) -> Settings:
+def settings_of(config: Config, split: Split) -> Settings:
+    """The settings of a configuration that constants are judged by."""
     cohort = split.num_clients if config.cohort == "all" else config.cohort
     given = {k: config.algorithm.options[k] for k in ("epochs", "steps", "batch_size") if k in config.algorithm.options}
     client_lr, alpha = _option(config, "client_lr", None), _option(config, "alpha", 0.0)
@@ -204,7 +205,7 @@ def _settings(config: Config, split: Split) -> Settings:
     )
 
 
-def _evaluation_loss(made: Experiment) -> Any:
+def evaluation_loss(made: Experiment) -> Any:
     """The model's loss without dropout or augmentation; the constants are those of this function."""
     prepare = made.data.preprocess
     if prepare is None:

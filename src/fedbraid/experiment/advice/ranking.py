@@ -1,0 +1,158 @@
+"""Which of several curves reaches its targets in the fewest rounds, when the target is not known.
+
+A setting is not judged by its loss after a fixed number of rounds: early losses favour small rates. It is judged by the
+rounds that it needs to a *level* of the metric, compared with the fastest setting, averaged over several levels. The
+levels are shares, from 80% to 98%, of the largest improvement over the initial model. The *regret* of a setting is the
+mean over the levels of log(its rounds / fewest rounds); a regret of log 2 means that it needs twice the rounds.
+
+A level counts as reached in the first evaluation that is at the level or better, and whose mean with the four
+evaluations after it is so too, as in the section [stop] of a configuration. If a curve has not reached a level yet, its
+trend says when it would: the straight line through the second half of the curve, over the logarithm of the round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["Curves", "Ranking", "kept", "rank", "rounds_to"]
+
+KEEP = 5  # evaluations over which a level must be kept
+SHARES = (0.8, 0.85, 0.9, 0.925, 0.95, 0.96, 0.97, 0.98)  # of the largest improvement
+EARLIEST = 1 / 15  # levels that the fastest setting reaches before this share of the rounds do not count
+BEST = 5  # settings from which noise is estimated
+FEWEST = 3  # levels that count in any case: the highest ones
+MOST = 8.0  # a curve that does not reach a level counts with at most this many times all rounds
+
+
+class Curves(NamedTuple):
+    """The evaluated metric of one setting, with its sign such that higher is better."""
+
+    rounds: np.ndarray  # [evaluations]
+    values: np.ndarray  # [seeds, evaluations]
+
+
+class Ranking(NamedTuple):
+    """Settings from best to worst.
+
+    regret: by setting, the mean of log(rounds / fewest rounds) over the levels, of the curve averaged over the seeds.
+    noise: its standard error over the seeds. levels: values of the metric times its sign, and ``rounds`` to them.
+    """
+
+    order: list[Hashable]
+    regret: dict[Hashable, float]
+    noise: dict[Hashable, float]
+    rounds: dict[Hashable, np.ndarray]
+    levels: np.ndarray
+
+    def close_to_best(self, least: float = math.log(1.1)) -> list[Hashable]:
+        """The settings that may be as good as the best: their regret is within two standard errors, or ``least``."""
+        best = self.order[0]
+        return [one for one in self.order[1:] if self._gap(one, best) <= max(least, 2 * self._joint(one, best))]
+
+    def _gap(self, one: Hashable, best: Hashable) -> float:
+        return self.regret[one] - self.regret[best]
+
+    def _joint(self, one: Hashable, best: Hashable) -> float:
+        return math.hypot(self.noise[one], self.noise[best])
+
+
+def kept(values: np.ndarray) -> np.ndarray:
+    """The best level that a curve has reached and kept, after each evaluation; values [..., evaluations].
+
+    >>> kept(np.array([0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 2.0, 2.0, 2.0]))
+    array([0. , 0.2, 0.2, 0.2, 0.2, 0.2, 2. , 2. , 2. ])
+    """
+    ends = np.concatenate([values, np.zeros((*values.shape[:-1], KEEP - 1))], -1)
+    count = np.minimum(KEEP, values.shape[-1] - np.arange(values.shape[-1]))
+    means = np.stack([ends[..., i : i + values.shape[-1]] for i in range(KEEP)]).sum(0) / count
+    return np.maximum.accumulate(np.minimum(values, means), -1)
+
+
+def rounds_to(rounds: np.ndarray, best: np.ndarray, levels: Sequence[float] | np.ndarray) -> np.ndarray:
+    """The rounds in which one curve, as `kept` gives it, reaches each level; by its trend where it does not.
+
+    >>> at, log = np.arange(1, 101), np.log(np.arange(1, 101))
+    >>> rounds_to(at, log, [math.log(50), math.log(200)]).round(2).tolist()
+    [50.0, 200.0]
+    """
+    found = np.empty(len(levels))
+    last = float(rounds[-1])
+    late = rounds >= last / 2
+    slope = 0.0
+    if late.sum() >= 2:
+        slope = float(np.polyfit(np.log(rounds[late]), best[late], 1)[0])
+    for i, level in enumerate(levels):
+        reached = best >= level
+        if reached.any():
+            found[i] = _between(rounds, best, int(np.argmax(reached)), level)
+        else:
+            needed = (level - best[-1]) / slope if slope > 0 else math.inf
+            found[i] = last * min(MOST, math.exp(min(needed, 50.0)))
+    return found
+
+
+def _between(rounds: np.ndarray, best: np.ndarray, at: int, level: float) -> float:
+    """The round in which a line between two evaluations crosses the level."""
+    if at == 0 or best[at] <= best[at - 1]:
+        return float(rounds[at])
+    share = (level - best[at - 1]) / (best[at] - best[at - 1])
+    return float(rounds[at - 1] + share * (rounds[at] - rounds[at - 1]))
+
+
+def rank(curves: Mapping[Hashable, Curves], start: float, target: float | None = None) -> Ranking:
+    """Settings from best to worst by their regret.
+
+    curves: they end in the same round and are finite. start: the value of the initial model. target: the one level that
+    counts, if it is known.
+
+    >>> at = np.arange(1.0, 61.0)
+    >>> rise = lambda rate: Curves(at, np.stack([1 - np.exp(-rate * at)] * 2))
+    >>> found = rank({"slow": rise(0.03), "fast": rise(0.12), "middle": rise(0.06)}, start=0.0)
+    >>> found.order, round(math.exp(found.regret["middle"]), 1)
+    (['fast', 'middle', 'slow'], 2.0)
+    """
+    if not curves:
+        raise ValueError("rank needs the curves of at least one setting")
+    rounds = next(iter(curves.values())).rounds.astype(float)
+    mean = {one: kept(curve.values.mean(0)) for one, curve in curves.items()}
+    spread = _spread([curve.values[:, -KEEP:].mean(1) for curve in curves.values()])
+    levels = _levels(rounds, list(mean.values()), start, spread) if target is None else np.array([target])
+    times = {one: np.log(rounds_to(rounds, own, levels)) for one, own in mean.items()}
+    fewest = np.min(list(times.values()), 0)
+    regret = {one: float((own - fewest).mean()) for one, own in times.items()}
+    order = sorted(curves, key=lambda one: regret[one])
+    pooled = _pooled([_by_seed(curves[one], levels) for one in order[:BEST]])
+    noise = {one: pooled / math.sqrt(len(curve.values)) for one, curve in curves.items()}
+    return Ranking(order, regret, noise, {one: np.exp(own) for one, own in times.items()}, levels)
+
+
+def _by_seed(curve: Curves, levels: np.ndarray) -> np.ndarray:
+    """The mean over levels of log(rounds), for each seed alone."""
+    return np.array([np.log(rounds_to(curve.rounds, kept(one), levels)).mean() for one in curve.values])
+
+
+def _levels(rounds: np.ndarray, best: Sequence[np.ndarray], start: float, spread: float) -> np.ndarray:
+    """Shares of the largest improvement, less ``spread``: the best of many curves is partly luck."""
+    envelope = np.max(best, 0)
+    top = max(envelope[-1] - spread, min(envelope[-1], start))
+    levels = start + np.array(SHARES) * (top - start)
+    first = rounds[np.minimum(np.searchsorted(envelope, levels), len(rounds) - 1)]
+    late = levels[first >= EARLIEST * rounds[-1]]
+    return late if len(late) >= FEWEST else levels[-FEWEST:]
+
+
+def _spread(ends: Sequence[np.ndarray]) -> float:
+    """The standard error over seeds of the mean of the last values, for a typical good curve."""
+    best = sorted(ends, key=lambda own: -own.mean())[:BEST]
+    return _pooled(best) / math.sqrt(len(best[0]))
+
+
+def _pooled(groups: Sequence[np.ndarray]) -> float:
+    """The standard deviation within groups; 0 if every group has one value."""
+    squares = sum(float(((own - own.mean()) ** 2).sum()) for own in groups)
+    free = sum(len(own) - 1 for own in groups)
+    return math.sqrt(squares / free) if free else 0.0
