@@ -33,6 +33,7 @@ __all__ = [
 LATTICE = 2  # points per factor of ten
 CLIENT_RATES = ("client_lr", "gamma", "lr")  # names of the rate of local steps; an algorithm has at most one of them
 SERVER_RATE = "server_lr"
+DEFAULT_RATE = 0.1
 SHARED = ("batch_size", "epochs", "steps", "shuffle", "weighting", "client_opt", "client_opt_state")
 
 
@@ -133,8 +134,8 @@ def configured(config: Config) -> Setting:
     for name in rate_names(config):
         value = config.algorithm.options.get(name, takes[name])
         value = value.get("value") if isinstance(value, Mapping) else value
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        rates.append((name, float(value) if number else 0.1))  # mimelite's default depends on its base: 0.1, or less
+        # the default rate of mimelite depends on its base: it is None here
+        rates.append((name, float(value) if isinstance(value, int | float) else DEFAULT_RATE))
     return Setting(config.algorithm.name, 1, tuple(rates))
 
 

@@ -66,9 +66,9 @@ def problem_with(race: Race, found: Found, kind: str) -> str:
     if found.best is None:
         lowest = min((value for one in found.tried for _, value in one.rates[:1]), default=math.nan)
         return (
-            f"no advice: all {len(found.tried)} settings diverged, down to a client rate of {lowest:.2g}. Check the loss "
-            "and the data: a loss that is not finite at the first model, or inputs that are not scaled, are the usual "
-            "causes"
+            f"no advice: all {len(found.tried)} settings diverged, down to a client rate of {lowest:.2g}. Check the "
+            "loss and the data: a loss that is not finite at the first model, or inputs that are not scaled, are the "
+            "usual causes"
         )
     ends = kept(race.curves(found.best, race.reached).values)[:, -1]
     if ends.mean() <= race.start:
@@ -80,9 +80,9 @@ def problem_with(race: Race, found: Found, kind: str) -> str:
     if base is not None and not _beats(race, found.best, base):
         what = "the most frequent class" if base.accuracy is not None else "the mean"
         return (
-            f"no advice: after {race.reached} rounds no setting predicts better than {what} on the validation examples. "
-            "The targets look like noise for this model, so no rate is better than another. Check the labels and the "
-            "inputs, or give the pilot more rounds (--budget)"
+            f"no advice: after {race.reached} rounds no setting predicts better than {what} on the validation "
+            "examples. The targets look like noise for this model, so no rate is better than another. Check the labels "
+            "and the inputs, or give the pilot more rounds (--budget)"
         )
     return ""
 
@@ -110,7 +110,8 @@ def _beats(race: Race, best: Setting, base: Baseline) -> bool:
 def doubts_about(race: Race, found: Found) -> list[str]:
     """Reasons why the advice may not be the best, each a sentence."""
     said: list[str] = []
-    assert found.best is not None and found.final is not None
+    assert found.best is not None
+    assert found.final is not None
     close: Sequence[Any] = [one for one in found.final.close_to_best() if one != found.best]
     if close:
         seeds = len(race.settings.seed_list)
@@ -125,14 +126,14 @@ def doubts_about(race: Race, found: Found) -> list[str]:
             )
     if race.reached < race.config.rounds:
         said.append(
-            f"The longest trials had {race.reached} of the {race.config.rounds} configured rounds; what happens later is "
-            "not known."
+            f"The longest trials had {race.reached} of the {race.config.rounds} configured rounds; what happens "
+            "later is not known."
         )
     clients, validation = race.held[0].train.num_clients, race.held[0].validation
     if clients == 1:
         said.append(
-            "The data has one client: there is nothing to federate, and methods against drift cannot help. The advice is "
-            "that of ordinary training."
+            "The data has one client: there is nothing to federate, and methods against drift cannot help. The "
+            "advice is that of ordinary training."
         )
     if validation is not None and validation.num_examples < FEW:
         said.append(f"There are only {validation.num_examples} validation examples, so all scores are noisy.")
@@ -140,5 +141,6 @@ def doubts_about(race: Race, found: Found) -> list[str]:
 
 
 def _times(found: Found, one: Setting) -> str:
-    assert found.final is not None and found.best is not None
+    assert found.final is not None
+    assert found.best is not None
     return f"{math.exp(found.final.regret[one] - found.final.regret[found.best]):.2f}x"

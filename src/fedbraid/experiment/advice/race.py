@@ -2,8 +2,8 @@
 
 A race is a tuning over several methods (see `fedbraid.experiment.tuning`), with the same laboratory for each of them:
 the same data, tuning seeds and validation split, and one compiled program per method and amount of local work. It
-differs in two ways. Settings are judged by their regret (see `ranking`), so that a rate with a slow start but a good trend
-continues. And the grid moves: if the best setting of a method has no neighbour on one side, that neighbour runs too.
+differs in two ways. Settings are judged by their regret (see `ranking`), so that a rate with a slow start but a good
+trend continues. And the grid moves: if the best setting of a method has no neighbour on one side, that neighbour runs.
 
 Every decision follows from the rows of ``trials.parquet``. A race that was stopped repeats its decisions from the rows
 and runs only what is missing, so it ends with the same answer.
@@ -11,6 +11,7 @@ and runs only what is missing, so it ends with the same answer.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
@@ -32,7 +33,7 @@ from fedbraid.simulation import evaluator
 from fedbraid.simulation.plan import steps_of
 from fedbraid.simulation.points import Points, PointsResult
 
-__all__ = ["Horizons", "Race", "RaceNews", "horizons_of"]
+__all__ = ["MORE_SEEDS", "Budget", "Race", "RaceNews", "Track", "horizons_of"]
 
 TOGETHER = 4  # settings in one program
 GROWTH = 3  # each horizon is three times the one before, and about a third of the settings reach it
@@ -40,30 +41,43 @@ LEAST = 6  # rounds of the first horizon at least
 MOVES = 3  # times that the grid of a method may move at one horizon
 HOPEFUL = math.log(2.5)  # a method whose best setting has at most this regret continues to the second horizon
 NEAR = math.log(1.5)  # a method is tried beyond the edges of its grid if its best setting has at most this regret
+EARLY = 1 / 15  # levels that the fastest setting reaches before this share of the configured rounds do not count
 FINALISTS = 6
 MORE_SEEDS = 2  # further tuning seeds for the settings that are close to the best at the end
 
 
-class Horizons(NamedTuple):
-    """The rounds after which settings are compared."""
+class Track(NamedTuple):
+    """What all settings of a race share.
 
-    rounds: tuple[int, ...]
+    config: the configured run. methods: what may be tried. settings: how trials are judged, and the tuning seeds; the
+    last `MORE_SEEDS` of them are for the end. data, held: the data, and its validation split as `hold_out_validation`
+    gives it.
+    """
 
-    @property
-    def last(self) -> int:
-        return self.rounds[-1]
+    config: Config
+    methods: tuple[Method, ...]
+    settings: SweepSettings
+    data: FederatedData
+    held: tuple[FederatedData, str]
 
 
-def horizons_of(rounds: int) -> Horizons:
-    """Up to three horizons, each about a third of the next.
+class Budget(NamedTuple):
+    """What a pilot may spend: rounds of all trials together, or seconds. None: no limit."""
 
-    >>> horizons_of(300).rounds, horizons_of(30).rounds, horizons_of(5).rounds
+    rounds: int | None = None
+    seconds: float | None = None
+
+
+def horizons_of(last: int) -> tuple[int, ...]:
+    """The rounds after which settings are compared: up to three, each about a third of the next.
+
+    >>> horizons_of(300), horizons_of(30), horizons_of(5)
     ((34, 100, 300), (10, 30), (5,))
     """
-    found = [rounds]
+    found = [last]
     while len(found) < 3 and found[0] / GROWTH >= LEAST:
         found.insert(0, math.ceil(found[0] / GROWTH))
-    return Horizons(tuple(found))
+    return tuple(found)
 
 
 class RaceNews(NamedTuple):
@@ -77,37 +91,33 @@ class RaceNews(NamedTuple):
 
 
 class Race:
-    """The settings of several methods on the same data, run to growing horizons.
-
-    config: the configured run; its number of rounds is the last horizon. methods: what may be tried. data, held: the
-    data and its validation split (`hold_out_validation`). settings: how trials are judged, and the tuning seeds.
-    """
+    """The settings of several methods on the same data, run to growing horizons. ``last``: the longest of them."""
 
     def __init__(
         self,
-        config: Config,
-        methods: Sequence[Method],
-        settings: SweepSettings,
-        data: FederatedData,
-        held: tuple[FederatedData, str],
+        track: Track,
         trials: Trials,
+        *,
         last: int,
+        budget: Budget | None = None,
         on_news: Callable[[RaceNews], Any] | None = None,
     ) -> None:
-        self.config, self.methods, self.settings = config, tuple(methods), settings
-        self.data, self.held, self.trials, self.on_news = data, held, trials, on_news
+        self.config, self.methods, self.settings, self.data, self.held = track
+        self.trials, self.on_news, self.budget = trials, on_news, budget or Budget()
         self.horizons = horizons_of(last)
         self.programs: dict[tuple[str, int], tuple[Lab, Points]] = {}
         self.kept: dict[tuple[Setting, int], PointsResult] = {}
+        self.seeds = self.settings.seed_list[: self.settings.seeds - MORE_SEEDS]
+        self.rows: dict[tuple[Setting, int, int], Row] = {
+            (setting_of(row), row["seed"], row["rounds"]): row for row in trials.rows
+        }
+        self.used: dict[tuple[Setting, int], int] = {}  # rounds of each trial that the race has asked for so far
+        self.elapsed = self.compiling = 0.0  # seconds of these trials; of compiling since the last trial
+        self.planned = self.spent = 0.0
+        self.ids: dict[Setting, int] = {}
+        self.best: Setting | None = None
         self.target: float | None = None
         self.reached = 0  # the longest horizon that was compared
-        self.seeds = settings.seed_list[: settings.seeds - MORE_SEEDS]
-        self.planned = self.spent = 0.0
-        self.best: Setting | None = None
-        self.rows: dict[tuple[Setting, int, int], Row] = {}
-        for row in trials.rows:
-            self.rows[setting_of(row), row["seed"], row["rounds"]] = row
-        self.ids = {setting: i for i, setting in enumerate(dict.fromkeys(setting for setting, _, _ in self.rows))}
         self.start = self._start()
 
     def _start(self) -> float:
@@ -127,17 +137,20 @@ class Race:
         name, config, point = program_of(self.config, self.methods, setting)
         key = name, setting.work
         if key not in self.programs:
+            began = time.perf_counter()
             settings = self.settings.model_copy(
                 update={"over": {k: [value] for k, value in point.items()}, "at_once": TOGETHER}
             )
             lab = Lab(config, settings, self.data, self.held)
             self.programs[key] = lab, lab.program([point] * TOGETHER)
+            self.compiling += time.perf_counter() - began
         return *self.programs[key], point
 
     def run(self, settings: Iterable[Setting], rounds: int, seeds: Sequence[int] | None = None) -> None:
         """Run settings to a round with every seed; trials that are in the file are not run again."""
         seeds = self.seeds if seeds is None else seeds
         groups: dict[tuple[str, int], list[Setting]] = {}
+        settings = list(settings)
         for setting in settings:
             self.ids.setdefault(setting, len(self.ids))
             if any((setting, seed, rounds) not in self.rows for seed in seeds):
@@ -148,6 +161,25 @@ class Race:
             for chunk in self.program(group[0])[1].chunks(group):
                 for seed in seeds:
                     self._chunk([one for one in chunk if (one, seed, rounds) not in self.rows], seed, rounds)
+        for trial in itertools.product(settings, seeds):
+            if self.used.get(trial, 0) < rounds:
+                self.used[trial] = rounds
+                self.elapsed += self.rows[*trial, rounds]["advice_seconds"]
+        self.reached = max(self.reached, rounds)
+
+    def affords(self, settings: Iterable[Setting], rounds: int, seeds: Sequence[int] | None = None) -> bool:
+        """Whether the budget allows to run settings to a round. Seconds are predicted from the trials so far.
+
+        It depends on the rows only, so a race that was stopped decides the same when it continues.
+        """
+        trials = itertools.product(settings, self.seeds if seeds is None else seeds)
+        more = sum(max(0, rounds - self.used.get(trial, 0)) for trial in trials)
+        so_far = sum(self.used.values())
+        if self.budget.rounds is not None and so_far + more > self.budget.rounds:
+            return False
+        if self.budget.seconds is not None and so_far:
+            return self.elapsed * (1 + more / so_far) <= self.budget.seconds
+        return True
 
     def _chunk(self, chunk: Sequence[Setting], seed: int, rounds: int) -> None:
         """Run some settings of one program with one seed, and add their rows."""
@@ -165,9 +197,9 @@ class Race:
             self._tell(f"{words}, round {done} of {rounds}")
 
         self._tell(words)
-        keep = rounds < self.horizons.last
+        keep = rounds < self.horizons[-1]
         start = [self.kept.pop((one, seed), None) for one in chunk]
-        marks = [mark for mark in self.horizons.rounds if mark <= rounds]
+        marks = [mark for mark in self.horizons if mark <= rounds]
         outcome = advance(program, points, seed, rounds, start=start, keep=keep, marks=marks, tell=progress)
         made = []
         for j, one in enumerate(chunk):
@@ -175,8 +207,10 @@ class Race:
                 self.kept[one, seed] = outcome.take(np.array([j]))
             row = lab.row(self.ids[one], points[j], seed, outcome, j, "finished", len(chunk))
             about = {"method": one.method, "work": one.work, "rates": json.dumps(one.rates)}
-            made.append(about | row | {"advice_seconds": (time.perf_counter() - began) / len(chunk)})
+            seconds = self.compiling + time.perf_counter() - began
+            made.append(about | row | {"advice_seconds": seconds / len(chunk)})
             self.rows[one, seed, rounds] = made[-1]
+        self.compiling = 0.0
         self.trials.add(made)
 
     def _done(self, setting: Setting, seed: int) -> int:
@@ -205,10 +239,12 @@ class Race:
         sign = 1.0 if rows[0]["better"] == "higher" else -1.0
         return Curves(np.array(rows[0]["curve/round"]), sign * values)
 
-    def ranking(self, settings: Iterable[Setting], rounds: int, seeds: Sequence[int] | None = None) -> Ranking | None:
+    def ranking(
+        self, settings: Iterable[Setting], rounds: int, seeds: Sequence[int] | None = None
+    ) -> Ranking[Setting] | None:
         """The settings that did not diverge, from best to worst; None if there is none."""
         found = {one: self.curves(one, rounds, seeds) for one in self.alive(settings, rounds)}
-        return rank(found, self.start, self.target) if found else None
+        return rank(found, self.start, early=EARLY * self.config.rounds, target=self.target) if found else None
 
     # -- the race
 
@@ -218,9 +254,7 @@ class Race:
         self.run(tried, rounds)
         return self.move(tried, tried, rounds, HOPEFUL)
 
-    def move(
-        self, field: Sequence[Setting], tried: Sequence[Setting], rounds: int, regret: float
-    ) -> list[Setting]:
+    def move(self, field: Sequence[Setting], tried: Sequence[Setting], rounds: int, regret: float) -> list[Setting]:
         """Add neighbours of the best setting of every method with at most this regret, until it has them all.
 
         field: the settings that are compared. tried: all settings that were ever run, also those that stopped.
@@ -231,13 +265,13 @@ class Race:
             if found is None:
                 more = [lower(one) for one in lowest(field)]  # everything diverged: try lower rates
             else:
-                self.best = found.order[0]  # type: ignore[assignment]
+                self.best = found.order[0]
                 more = []
                 for best in best_of_each(found.order):
                     if found.regret[best] - found.regret[found.order[0]] <= regret:
                         more += [one for one in beyond(best, tried) if self._may(one, tried, rounds)]
             more = [one for one in dict.fromkeys(more) if one not in tried]
-            if not more:
+            if not more or not self.affords(more, rounds):
                 break
             self.run(more, rounds)
             field, tried = [*field, *more], [*tried, *more]
@@ -257,7 +291,7 @@ class Race:
         found = self.ranking(field, rounds)
         if found is None:
             return []
-        order: list[Setting] = list(found.order)  # type: ignore[arg-type]
+        order = found.order
         top = order[:keep]
         best = [one for one in best_of_each(order) if found.regret[one] - found.regret[order[0]] <= regret]
         larger = [

@@ -2,8 +2,9 @@
 
 A setting is not judged by its loss after a fixed number of rounds: early losses favour small rates. It is judged by the
 rounds that it needs to a *level* of the metric, compared with the fastest setting, averaged over several levels. The
-levels are shares, from 80% to 98%, of the largest improvement over the initial model. The *regret* of a setting is the
-mean over the levels of log(its rounds / fewest rounds); a regret of log 2 means that it needs twice the rounds.
+levels are shares of the largest improvement over the initial model, from 80% on. Shares that the fastest setting
+reaches in very few rounds are left out, because no tuning is needed for them. The *regret* of a setting is the mean
+over the levels of log(its rounds / fewest rounds); a regret of log 2 means that it needs twice the rounds.
 
 A level counts as reached in the first evaluation that is at the level or better, and whose mean with the four
 evaluations after it is so too, as in the section [stop] of a configuration. If a curve has not reached a level yet, its
@@ -14,18 +15,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 __all__ = ["Curves", "Ranking", "kept", "rank", "rounds_to"]
 
 KEEP = 5  # evaluations over which a level must be kept
-SHARES = (0.8, 0.85, 0.9, 0.925, 0.95, 0.96, 0.97, 0.98)  # of the largest improvement
-EARLIEST = 1 / 15  # levels that the fastest setting reaches before this share of the rounds do not count
+SHARES = (0.8, 0.85, 0.9, 0.925, 0.95, 0.96, 0.97, 0.98, 0.985, 0.99, 0.995)  # of the largest improvement
+LATE = 0.4  # levels that the fastest setting reaches in this last part of a race count in any case
 BEST = 5  # settings from which noise is estimated
-FEWEST = 3  # levels that count in any case: the highest ones
+LEVELS = 5  # levels that count at most: the lowest of those that are not too easy
+FEWEST = 3  # levels that count at least: the highest ones
 MOST = 8.0  # a curve that does not reach a level counts with at most this many times all rounds
+
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Curves(NamedTuple):
@@ -35,28 +40,28 @@ class Curves(NamedTuple):
     values: np.ndarray  # [seeds, evaluations]
 
 
-class Ranking(NamedTuple):
+class Ranking(NamedTuple, Generic[Key]):
     """Settings from best to worst.
 
     regret: by setting, the mean of log(rounds / fewest rounds) over the levels, of the curve averaged over the seeds.
     noise: its standard error over the seeds. levels: values of the metric times its sign, and ``rounds`` to them.
     """
 
-    order: list[Hashable]
-    regret: dict[Hashable, float]
-    noise: dict[Hashable, float]
-    rounds: dict[Hashable, np.ndarray]
+    order: list[Key]
+    regret: dict[Key, float]
+    noise: dict[Key, float]
+    rounds: dict[Key, np.ndarray]
     levels: np.ndarray
 
-    def close_to_best(self, least: float = math.log(1.1)) -> list[Hashable]:
+    def close_to_best(self, least: float = math.log(1.1)) -> list[Key]:
         """The settings that may be as good as the best: their regret is within two standard errors, or ``least``."""
         best = self.order[0]
         return [one for one in self.order[1:] if self._gap(one, best) <= max(least, 2 * self._joint(one, best))]
 
-    def _gap(self, one: Hashable, best: Hashable) -> float:
+    def _gap(self, one: Key, best: Key) -> float:
         return self.regret[one] - self.regret[best]
 
-    def _joint(self, one: Hashable, best: Hashable) -> float:
+    def _joint(self, one: Key, best: Key) -> float:
         return math.hypot(self.noise[one], self.noise[best])
 
 
@@ -103,11 +108,13 @@ def _between(rounds: np.ndarray, best: np.ndarray, at: int, level: float) -> flo
     return float(rounds[at - 1] + share * (rounds[at] - rounds[at - 1]))
 
 
-def rank(curves: Mapping[Hashable, Curves], start: float, target: float | None = None) -> Ranking:
+def rank(
+    curves: Mapping[Key, Curves], start: float, *, early: float = 0.0, target: float | None = None
+) -> Ranking[Key]:
     """Settings from best to worst by their regret.
 
-    curves: they end in the same round and are finite. start: the value of the initial model. target: the one level that
-    counts, if it is known.
+    curves: they end in the same round and are finite. start: the value of the initial model. early: levels that the
+    fastest setting reaches before this round do not count. target: the one level that counts, if it is known.
 
     >>> at = np.arange(1.0, 61.0)
     >>> rise = lambda rate: Curves(at, np.stack([1 - np.exp(-rate * at)] * 2))
@@ -118,30 +125,32 @@ def rank(curves: Mapping[Hashable, Curves], start: float, target: float | None =
     if not curves:
         raise ValueError("rank needs the curves of at least one setting")
     rounds = next(iter(curves.values())).rounds.astype(float)
-    mean = {one: kept(curve.values.mean(0)) for one, curve in curves.items()}
+    # a curve that is worse than the initial model has no trend yet: a fall from a huge loss predicts nothing
+    mean = {one: np.maximum(kept(curve.values.mean(0)), start) for one, curve in curves.items()}
     spread = _spread([curve.values[:, -KEEP:].mean(1) for curve in curves.values()])
-    levels = _levels(rounds, list(mean.values()), start, spread) if target is None else np.array([target])
+    levels = _levels(rounds, list(mean.values()), start, spread, early) if target is None else np.array([target])
     times = {one: np.log(rounds_to(rounds, own, levels)) for one, own in mean.items()}
     fewest = np.min(list(times.values()), 0)
     regret = {one: float((own - fewest).mean()) for one, own in times.items()}
     order = sorted(curves, key=lambda one: regret[one])
-    pooled = _pooled([_by_seed(curves[one], levels) for one in order[:BEST]])
+    pooled = _pooled([_by_seed(curves[one], levels, start) for one in order[:BEST]])
     noise = {one: pooled / math.sqrt(len(curve.values)) for one, curve in curves.items()}
     return Ranking(order, regret, noise, {one: np.exp(own) for one, own in times.items()}, levels)
 
 
-def _by_seed(curve: Curves, levels: np.ndarray) -> np.ndarray:
+def _by_seed(curve: Curves, levels: np.ndarray, start: float) -> np.ndarray:
     """The mean over levels of log(rounds), for each seed alone."""
-    return np.array([np.log(rounds_to(curve.rounds, kept(one), levels)).mean() for one in curve.values])
+    best = np.maximum(kept(curve.values), start)
+    return np.array([np.log(rounds_to(curve.rounds, one, levels)).mean() for one in best])
 
 
-def _levels(rounds: np.ndarray, best: Sequence[np.ndarray], start: float, spread: float) -> np.ndarray:
+def _levels(rounds: np.ndarray, best: Sequence[np.ndarray], start: float, spread: float, early: float) -> np.ndarray:
     """Shares of the largest improvement, less ``spread``: the best of many curves is partly luck."""
     envelope = np.max(best, 0)
     top = max(envelope[-1] - spread, min(envelope[-1], start))
     levels = start + np.array(SHARES) * (top - start)
     first = rounds[np.minimum(np.searchsorted(envelope, levels), len(rounds) - 1)]
-    late = levels[first >= EARLIEST * rounds[-1]]
+    late = levels[first >= min(early, LATE * rounds[-1])][:LEVELS]
     return late if len(late) >= FEWEST else levels[-FEWEST:]
 
 

@@ -1,7 +1,7 @@
 """What the constants of the data say before a pilot: where to look for rates, and which methods cannot pay.
 
-The constants hold at the initial model only. Tuned rates were up to 160 times 1 / L there, so they give a centre for the
-search and reasons, and the race decides.
+The constants hold at the initial model only. Tuned rates were up to 160 times 1 / L there, so they give a centre for
+the search and reasons, and the race decides.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 
 from fedbraid.experiment.advice.candidates import CLIENT_RATES, Method, configured, on_lattice
 from fedbraid.experiment.assembly import Experiment
-from fedbraid.experiment.diagnosis.measurement import evaluation_loss, settings_of
 from fedbraid.experiment.diagnosis.advice import error_terms
+from fedbraid.experiment.diagnosis.measurement import evaluation_loss, settings_of
 from fedbraid.theory.constants import Constants, Hessians, estimate
 
 __all__ = ["Screening", "screen"]
@@ -28,7 +28,7 @@ SHARE = 0.05  # of the way to the minimum along the steepest direction; a rate t
 
 
 class Screening(NamedTuple):
-    """The centre of the client rates, the smallest rate that is tried, methods that stay, and sentences that say why."""
+    """The centre and the smallest of the client rates, the methods that stay, and sentences that say why."""
 
     centre: float
     least: float
@@ -50,7 +50,7 @@ def screen(experiment: Experiment, methods: Sequence[Method]) -> Screening:
         least = SHARE / (curvature * max(settings.steps, 1.0) * config.rounds)
         said.append(
             f"Clients have a curvature of L = {curvature:.3g} at the initial model. The search for client rates starts "
-            f"around 1 / L = {centre:.3g}; rates below {least:.2g} would hardly move the model in {config.rounds} rounds."
+            f"around 1 / L = {centre:.3g}; rates below {least:.2g} hardly move the model in {config.rounds} rounds."
         )
     if found is not None:
         terms = error_terms(found, settings._replace(client_lr=centre))
@@ -88,9 +88,7 @@ def _leaves(tree: object) -> list:
     return jax.tree.leaves(tree)
 
 
-def _can_pay(
-    methods: Sequence[Method], experiment: Experiment, steps: float
-) -> tuple[tuple[Method, ...], list[str]]:
+def _can_pay(methods: Sequence[Method], experiment: Experiment, steps: float) -> tuple[tuple[Method, ...], list[str]]:
     """The methods that can differ from FedAvg here; the configured one stays in any case."""
     config, clients = experiment.config, experiment.data.train.num_clients
     cohort = clients if config.cohort == "all" else config.cohort
