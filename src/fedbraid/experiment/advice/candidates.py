@@ -56,7 +56,7 @@ class Method(NamedTuple):
 METHODS = (
     Method("fedavg", offsets=range(-3, 6), about="local SGD"),
     Method("fedavgm", server=(1.0, 3.162), against="sampling", about="server momentum averages over cohorts"),
-    Method("fedadam", server=(0.01, 0.03162, 0.1), about="the server scales every coordinate"),
+    Method("fedadam", server=(0.03162, 0.1, 0.3162), about="the server scales every coordinate"),
     Method("fedprox", options={"alpha": 0.1}, against="drift", about="a proximal term limits drift"),
     Method("scaffold", against="drift", about="control variates remove drift; clients keep state"),
     Method("mimelite", about="clients use the server's momentum"),

@@ -39,10 +39,10 @@ TOGETHER = 4  # settings in one program
 GROWTH = 3  # each horizon is three times the one before, and about a third of the settings reach it
 LEAST = 6  # rounds of the first horizon at least
 MOVES = 3  # times that the grid of a method may move at one horizon
-HOPEFUL = math.log(2.5)  # a method whose best setting has at most this regret continues to the second horizon
-NEAR = math.log(1.5)  # a method is tried beyond the edges of its grid if its best setting has at most this regret
+HOPEFUL = math.log(4.0)  # a method whose best setting has at most this regret continues to the second horizon
+NEAR = math.log(2.0)  # the same for the last horizon; and its grid moves
 EARLY = 1 / 15  # levels that the fastest setting reaches before this share of the configured rounds do not count
-FINALISTS = 6
+FINALISTS = 7
 MORE_SEEDS = 2  # further tuning seeds for the settings that are close to the best at the end
 
 
