@@ -43,7 +43,7 @@ HOPEFUL = math.log(4.0)  # a method whose best setting has at most this regret c
 NEAR = math.log(2.0)  # the same for the last horizon; and its grid moves
 EARLY = 1 / 15  # levels that the fastest setting reaches before this share of the configured rounds do not count
 FINALISTS = 7
-MORE_SEEDS = 2  # further tuning seeds for the settings that are close to the best at the end
+MORE_SEEDS = 4  # further tuning seeds for the settings that are close to the best at the end
 
 
 class Track(NamedTuple):
@@ -106,6 +106,7 @@ class Race:
         self.trials, self.on_news, self.budget = trials, on_news, budget or Budget()
         self.horizons = horizons_of(last)
         self.programs: dict[tuple[str, int], tuple[Lab, Points]] = {}
+        self.places: dict[Setting, tuple[str, Config, dict[str, Any]]] = {}
         self.kept: dict[tuple[Setting, int], PointsResult] = {}
         self.seeds = self.settings.seed_list[: self.settings.seeds - MORE_SEEDS]
         self.rows: dict[tuple[Setting, int, int], Row] = {
@@ -134,7 +135,7 @@ class Race:
 
     def program(self, setting: Setting) -> tuple[Lab, Points, dict[str, Any]]:
         """The laboratory and the program of a setting, and its point there. Each program is compiled once."""
-        name, config, point = program_of(self.config, self.methods, setting)
+        name, config, point = self.place(setting)
         key = name, setting.work
         if key not in self.programs:
             began = time.perf_counter()
@@ -146,6 +147,12 @@ class Race:
             self.compiling += time.perf_counter() - began
         return *self.programs[key], point
 
+    def place(self, setting: Setting) -> tuple[str, Config, dict[str, Any]]:
+        """The name and the configuration of the program that runs a setting, and its point there."""
+        if setting not in self.places:
+            self.places[setting] = program_of(self.config, self.methods, setting)
+        return self.places[setting]
+
     def run(self, settings: Iterable[Setting], rounds: int, seeds: Sequence[int] | None = None) -> None:
         """Run settings to a round with every seed; trials that are in the file are not run again."""
         seeds = self.seeds if seeds is None else seeds
@@ -154,8 +161,7 @@ class Race:
         for setting in settings:
             self.ids.setdefault(setting, len(self.ids))
             if any((setting, seed, rounds) not in self.rows for seed in seeds):
-                name = program_of(self.config, self.methods, setting)[0]
-                groups.setdefault((name, setting.work), []).append(setting)
+                groups.setdefault((self.place(setting)[0], setting.work), []).append(setting)
         self.planned += rounds * len(seeds) * sum(map(len, groups.values()))
         for group in groups.values():
             for chunk in self.program(group[0])[1].chunks(group):
