@@ -37,7 +37,7 @@ def draw_advice(race: Race, found: Found, summary: Mapping[str, Any]) -> Any:
 
 
 def _curves(axis: Any, race: Race, found: Found, looks: Mapping[str, Any]) -> None:
-    axis.set(xlabel="round", ylabel=race.metric.name, title="the best setting of each method")
+    axis.set(xlabel="round", ylabel=race.metric.name, title="the settings that ran longest, best of each method")
     tidy(axis)
     if found.ranking is None:
         axis.text(0.5, 0.5, "every setting diverged", ha="center", transform=axis.transAxes)
@@ -66,9 +66,10 @@ def _curves(axis: Any, race: Race, found: Found, looks: Mapping[str, Any]) -> No
 def _limits(values: np.ndarray, start: float) -> tuple[float, float]:
     """From the best to the initial value, so that a curve that begins with a peak does not hide the others."""
     low, high = float(values.min()), float(values.max())
-    low, high = (low, min(high, max(start, low) * 1.05)) if start > low else (max(low, start), high)
+    if start > low:
+        high = min(high, start * 1.05) if start > 0 else high
     space = 0.04 * (high - low) or 1.0
-    return (low - space if low - space > 0 or low <= 0 else low * 0.97), high + space
+    return (low * 0.9 if low > 0 else low - space), high + space
 
 
 def _rates(axis: Any, race: Race, found: Found, looks: Mapping[str, Any]) -> None:
@@ -96,4 +97,11 @@ def _rates(axis: Any, race: Race, found: Found, looks: Mapping[str, Any]) -> Non
     axis.set_yticks([1, 1.5, 2, 3, 5, HIGHEST], ["1", "1.5", "2", "3", "5", f"{HIGHEST:g} or more"])
     axis.minorticks_off()
     lasts = ", ".join(map(str, race.horizons))
-    axis.legend(frameon=False, fontsize=7.5, title=f"larger dots ran longer ({lasts} rounds)", title_fontsize=7.5)
+    axis.legend(
+        frameon=False,
+        fontsize=7.5,
+        title=f"larger dots ran\nlonger: {lasts}\nrounds",
+        title_fontsize=7.5,
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+    )
