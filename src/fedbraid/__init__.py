@@ -16,9 +16,10 @@ from fedbraid.simulation import EngineOptions, simulate, use_cores
 from fedbraid.version import __version__
 
 if TYPE_CHECKING:
-    from fedbraid.experiment.inline import compare, load_run, report, run
+    from fedbraid.experiment.inline import advise, compare, load_run, report, run
 
-_LATER = ("compare", "load_run", "report", "run")  # imported when first used: they need pydantic, matplotlib and Arrow
+# imported when first used: they need pydantic, matplotlib and Arrow
+_LATER = ("advise", "compare", "load_run", "report", "run")
 
 __all__ = [
     "MEAN",
@@ -39,6 +40,7 @@ __all__ = [
     "StructureError",
     "Up",
     "__version__",
+    "advise",
     "algorithms",
     "compare",
     "cost",

@@ -7,8 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from drawn import record
-from fedbraid.experiment.config import load_config
-from fedbraid.experiment.diagnosis import Probe, Settings, advise, diagnose, diagnosis_figure, verify
+from fedbraid.experiment.assembly import build
+from fedbraid.experiment.config import load_config, parse
+from fedbraid.experiment.diagnosis import Probe, Settings, advise, diagnose, diagnosis_figure, goal_of, verify
+from fedbraid.experiment.diagnosis.measurement import settings_of
 from fedbraid.theory.constants import Constants, Estimate
 
 BASE = {
@@ -42,17 +44,23 @@ def text(advice):
 def test_the_safe_step_is_lemma_1_at_the_worst_point():
     advice = advise([constants(), constants(L_client_max=20.0)], SETTINGS)
     assert advice.safe_client_lr == pytest.approx(1 / 20)
-    assert "2.0 times that: lower it" in text(advice)
-    assert advice.settings["client_lr"] == 0.05
+    assert "1 / max L_i = 0.05" in text(advice)
     pulled = advise([constants()], SETTINGS._replace(alpha=2.0))
     assert pulled.safe_client_lr == pytest.approx(1 / 10)
-    assert "you can raise it" in text(advise([constants()], SETTINGS._replace(client_lr=0.01)))
-    assert "within it" in text(advise([constants()], SETTINGS))
+    assert pulled.typical_client_lr == pytest.approx(1 / 7)
 
 
-def test_the_advised_step_is_never_above_the_safe_one():
+def test_the_step_follows_the_mean_curvature_at_the_last_point():
+    """Curvature often falls in the first rounds: that of round 0 must not decide."""
+    fallen = advise([constants(L_client_mean=65.0, L_client_max=90.0), constants(L_client_mean=5.0)], SETTINGS)
+    assert fallen.settings["client_lr"] == 0.2
+    assert "yours, 0.1, is 2.0 times smaller" in text(fallen)
+    assert "yours, 0.4, is 2.0 times that" in text(advise([constants()], SETTINGS._replace(client_lr=0.4)))
+
+
+def test_the_step_to_try_is_never_above_one_over_the_curvature():
     for L in (0.13, 1.0, 3.0, 7.7, 99.0, 1234.5):
-        advice = advise([constants(L_client_max=L)], SETTINGS)
+        advice = advise([constants(L_client_mean=L)], SETTINGS)
         assert 0.9 / L < advice.settings["client_lr"] <= 1 / L
 
 
@@ -110,11 +118,48 @@ def test_families_are_ranked_by_the_table():
 def test_probes_choose_the_smallest_number_of_steps_that_does_nearly_the_best():
     probes = [Probe(1, {1.0: 0.1, 2.0: 0.1}), Probe(4, {1.0: 0.95, 2.0: 1.5}), Probe(16, {1.0: 1.0, 2.0: 0.2})]
     advice = advise([constants()], SETTINGS, probes)
-    assert advice.settings == {"client_lr": 0.12, "steps": 4, "server_lr": 2.0}
+    assert advice.settings == {"client_lr": 0.2, "steps": 4, "server_lr": 2.0}
     assert "0.8 times the client work" in text(advice)
     hopeless = advise([constants()], SETTINGS, [Probe(1, {1.0: -0.1})])
-    assert hopeless.settings == {"client_lr": 0.12}
+    assert hopeless.settings == {"client_lr": 0.2}
     assert "lower the client step first" in text(hopeless)
+
+
+def test_probes_within_the_noise_of_the_cohorts_advise_nothing():
+    """On a converged run, decreases of 0.0003 once advised 32 steps."""
+    probes = [Probe(1, {1.0: 0.0001}, 0.0004), Probe(32, {1.0: 0.0003}, 0.0004)]
+    advice = advise([constants()], SETTINGS, probes)
+    assert "steps" not in advice.settings
+    assert "within the noise of the cohorts" in text(advice)
+    worse = advise([constants()], SETTINGS, [Probe(1, {1.0: -0.0003}, 0.0004)])
+    assert "lower the client step first" not in text(worse)
+    # a decrease that is smaller than 90% of the best, but only by noise, is as good
+    near = advise([constants()], SETTINGS, [Probe(2, {1.0: 0.85}, 0.1), Probe(16, {1.0: 1.0}, 0.1)])
+    assert near.settings["steps"] == 2
+    # a server step must be better by more than the noise
+    unclear = advise([constants()], SETTINGS, [Probe(2, {1.0: 1.0, 2.0: 1.15}, 0.1)])
+    assert unclear.settings["server_lr"] == 1.0
+
+
+def test_values_at_the_edge_of_what_was_tried_are_named():
+    inside = [Probe(2, {1.0: 1.0, 2.0: 0.9}), Probe(4, {1.0: 1.0, 2.0: 0.9})]
+    assert "that was tried" not in text(advise([constants()], SETTINGS, inside))
+    most = [Probe(2, {1.0: 0.1, 2.0: 0.1}), Probe(4, {1.0: 1.0, 2.0: 2.0})]
+    words = text(advise([constants()], SETTINGS, most))
+    assert "4 is the largest number of steps that was tried" in words
+    assert "2 is the largest server step that was tried" in words
+
+
+@pytest.mark.parametrize("algorithm", ["fedadam", "fedyogi", "fedadagrad", "fedavgm", "mimelite", "scaffold"])
+def test_the_server_step_of_fedavg_is_not_advised_to_other_servers(algorithm):
+    probes = [Probe(2, {1.0: 0.5, 2.0: 2.0})]
+    advice = advise([constants()], SETTINGS._replace(algorithm=algorithm), probes)
+    assert advice.settings == {"client_lr": 0.2, "steps": 2}
+    assert "server step" not in text(advice)
+
+
+def test_advice_by_a_pilot_is_pointed_to():
+    assert "`fedbraid advise`" in text(advise([constants()], SETTINGS))
 
 
 def test_every_sentence_names_its_source_and_something_stays_unknown():
@@ -140,6 +185,37 @@ def test_a_small_run_from_end_to_end(tmp_path):
     json.dumps(found.as_dict())
     outcome = verify(load_config(settings=TINY), found.changes, target=0.0, seeds=1)
     assert outcome == {"configured": [1], "advised": [1]}
+
+
+def test_mimelite_has_a_rate_too():
+    """Its default is written as None, because it depends on the base."""
+    for base, rate in (("momentum", 0.1), ("adam", 0.01)):
+        config = load_config(settings=[*TINY, "algorithm.name=mimelite", f"algorithm.base={base}"])
+        assert settings_of(config, build(config).data.train).client_lr == rate
+    found = diagnose(config, rounds=1, points=1, clients=2, probe_steps=())
+    assert [change.split("=")[0] for change in found.changes] == ["algorithm.client_lr"]
+
+
+LINE = """
+import numpy as np
+import fedbraid as fb
+
+@fb.factory("dataset")
+def line() -> fb.FederatedData:
+    rng = np.random.default_rng(0)
+    made = [{"x": x, "y": x @ np.arange(3.0, dtype=np.float32)} for x in rng.normal(size=(3, 8, 3)).astype(np.float32)]
+    return fb.FederatedData(fb.Split.from_clients(made), fb.Split.from_clients(made), "line")
+"""
+
+
+def test_a_regression_is_verified_by_its_loss(tmp_path):
+    """It has no accuracy. The target is what the configured run reaches at its end."""
+    (tmp_path / "lines.py").write_text(LINE)
+    data, model = {"name": "lines:line"}, {"name": "least_squares"}
+    config = parse({"rounds": 3, "cohort": 2, "data": data, "model": model, "modules": str(tmp_path)})
+    assert goal_of(config, None, 2.0) == ("test_loss", 2.0)
+    outcome = verify(config, (), seeds=1)
+    assert outcome == {"configured": [3], "advised": [3]}  # the loss falls in every round
 
 
 def test_verification_knows_that_a_loss_falls_to_its_target():

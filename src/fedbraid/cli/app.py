@@ -22,7 +22,19 @@ GROUPS = {
     "data": "import, split and inspect data",
     "deploy": "a real federation through Flower",
 }
-COMMANDS = ("run", "tune-engine", "sweep", "compare", "report", "export", "reproduce", "list", "cost", "diagnose")
+COMMANDS = (
+    "run",
+    "tune-engine",
+    "sweep",
+    "compare",
+    "advise",
+    "report",
+    "export",
+    "reproduce",
+    "list",
+    "cost",
+    "diagnose",
+)
 
 
 class _Commands(typer.core.TyperGroup):

@@ -24,14 +24,19 @@ def command(
     ] = None,
     probe: Annotated[bool, typer.Option(help="try one round each with 1 to 32 local steps")] = True,
     verify: Annotated[int, typer.Option(help="train with configured and advised settings, with this many seeds")] = 0,
-    target: Annotated[float, typer.Option(help="--verify counts the rounds until --metric reaches this value")] = 0.9,
-    metric: Annotated[str, typer.Option(help="metric of --verify")] = "test_accuracy",
+    target: Annotated[
+        float | None,
+        typer.Option(help="--verify counts the rounds to this value (default: 0.9 for accuracy, else as configured)"),
+    ] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="metric of --verify (default: test_accuracy, else test_loss)")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="write a picture (.png, .pdf or .svg)")] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
 ) -> None:
-    """Estimate the constants of your data along a short run, and advise settings."""
+    """Estimate the constants of your data along a short run, and explain them. `fedbraid advise` chooses settings."""
     from fedbraid.experiment.config import load_config
-    from fedbraid.experiment.diagnosis import diagnose, diagnosis_figure
+    from fedbraid.experiment.diagnosis import diagnose, diagnosis_figure, goal_of
     from fedbraid.experiment.diagnosis import verify as run_both
     from fedbraid.simulation import use_cores
 
@@ -50,6 +55,7 @@ def command(
 
         result["picture"] = str(save(diagnosis_figure(found), out))
     if verify:
+        metric, target = goal_of(loaded, metric, target)
         counted = run_both(loaded, found.changes, target=target, seeds=verify, metric=metric)
         result["verify"] = {"metric": metric, "target": target, **counted}
     if json:
@@ -62,6 +68,7 @@ def command(
         print(_verdict(result["verify"]["configured"], result["verify"]["advised"], loaded.rounds))
     if out is not None:
         print(f"\nwrote {out}")
+    print("\nto choose a method and its rates by a pilot: fedbraid advise" + ("" if config is None else f" {config}"))
     return None
 
 

@@ -1,4 +1,4 @@
-"""Runs, comparisons and reports from Python, as objects that a notebook shows."""
+"""Runs, comparisons, advice and reports from Python, as objects that a notebook shows."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from typing import Any
 
 from fedbraid import files
 from fedbraid.drawing import image_html, table_html
+from fedbraid.experiment.advice.advising import ADVISED, AdviceSettings, load_advice, run_advice
+from fedbraid.experiment.advice.advising import PICTURE as ADVICE_PICTURE
+from fedbraid.experiment.advice.words import lines_of
 from fedbraid.experiment.collect import collect
 from fedbraid.experiment.compare import PICTURE, run_comparison
 from fedbraid.experiment.comparison import load_comparison
@@ -22,7 +25,7 @@ from fedbraid.experiment.run import run_config
 from fedbraid.simulation import Progress
 from fedbraid.simulation.bar import progress_bar
 
-__all__ = ["Compared", "Report", "compare", "load_run", "report", "run"]
+__all__ = ["Advised", "Compared", "Report", "advise", "compare", "load_run", "report", "run"]
 
 
 def run(
@@ -139,3 +142,54 @@ def compare(
     comparison = load_comparison(Path(config), list(settings))
     folder = _folder(out, f"compare-{comparison.base.data.name}")
     return Compared(folder, run_comparison(comparison, folder, resume=resume))
+
+
+@dataclass(frozen=True, repr=False)
+class Advised:
+    """The result of `advise`. ``summary`` is what ``fedbraid advise --json`` prints."""
+
+    folder: Path
+    summary: Mapping[str, Any]
+
+    @property
+    def config(self) -> Config | None:
+        """The advised configuration, ready for `run`; None if there is no advice."""
+        return None if self.summary["advised"] is None else load_config(self.folder / ADVISED)
+
+    @property
+    def problem(self) -> str:
+        """Why there is no advice; empty if there is one."""
+        return str(self.summary["problem"])
+
+    def __repr__(self) -> str:
+        return "\n".join(
+            [f"Advised in {self.folder}", *(f"  {name}: {words}" for name, words in lines_of(self.summary))]
+        )
+
+    def _repr_html_(self) -> str:
+        picture = self.folder / ADVICE_PICTURE
+        shown = image_html(picture.read_bytes(), "curves and rates of the pilot") if picture.is_file() else ""
+        return table_html(lines_of(self.summary)) + shown
+
+
+def advise(
+    config: Config | Mapping[str, Any] | str | Path | None = None,
+    out: str | Path | None = None,
+    *,
+    settings: Sequence[str] = (),
+    resume: bool = False,
+    **options: Any,
+) -> Advised:
+    """Find an algorithm and its rates for a configuration by a short pilot, like ``fedbraid advise``.
+
+    options: keys of the section ``[advise]``, such as ``budget="5min"`` (see `AdviceSettings`).
+    """
+    if isinstance(config, Mapping | Config):
+        if settings:
+            raise ValueError("settings change a TOML file or the default; change the mapping itself")
+        loaded = config if isinstance(config, Config) else parse(config)
+        how = AdviceSettings.model_validate(options)
+    else:
+        loaded, how = load_advice(None if config is None else Path(config), settings, options)
+    folder = _folder(out, f"advise-{Path(loaded.data.name).name}".replace(":", "-"))
+    return Advised(folder, run_advice(loaded, how, folder, resume=resume))

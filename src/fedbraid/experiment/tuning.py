@@ -19,7 +19,7 @@ from fedbraid.experiment.points import Point
 from fedbraid.experiment.trials import Row, Trials, best_point
 from fedbraid.simulation.points import Points, PointsResult
 
-__all__ = ["News", "all_points", "tune"]
+__all__ = ["News", "advance", "all_points", "tune"]
 
 
 class News(NamedTuple):
@@ -176,8 +176,8 @@ class _Work:
     ) -> list[Row]:
         """Run some points at one seed as one program; ``keep`` keeps their models for the next rung."""
         points, kept = bracket.points, bracket.kept
-        start = [kept[i, seed] for i in ids] if all((i, seed) in kept for i in ids) else None
-        done_before = start[0].rounds if start else 0
+        start = [kept.get((i, seed)) for i in ids]
+        done_before = start[0].rounds if start[0] is not None and None not in start else 0
         spent, what = self.spent, f"{len(ids)} points together, seed {seed}"
 
         def progress(done: int) -> None:
@@ -185,14 +185,9 @@ class _Work:
             self._tell(f"{what}, round {done} of {rounds}")
 
         self._tell(what)
-        outcome = program.run(
-            [points[i] for i in ids],
-            seed=seed,
-            rounds=rounds,
-            start=_together(start) if start else None,
-            keep=keep,
-            marks=[mark for mark in bracket.marks if mark <= rounds],
-            on_progress=progress,
+        marks = [mark for mark in bracket.marks if mark <= rounds]
+        outcome = advance(
+            program, [points[i] for i in ids], seed, rounds, start=start, keep=keep, marks=marks, tell=progress
         )
         rows = []
         for j, i in enumerate(ids):
@@ -212,6 +207,35 @@ class _Work:
         diverged = sum(row["status"] == "diverged" for row in rows)
         done = min(1.0, self.spent / max(self.planned, 1))
         self.on_news(News(done, len(rows), diverged, best["best"], best["score"], doing))
+
+
+def advance(
+    program: Points,
+    points: Sequence[Point],
+    seed: int,
+    rounds: int,
+    *,
+    start: Sequence[PointsResult | None],
+    keep: bool,
+    marks: Sequence[int],
+    tell: Callable[[int], Any] | None = None,
+) -> PointsResult:
+    """Run points at one seed up to round ``rounds`` as one program.
+
+    start: where each point continues. If one of them is missing, all begin at round 0. keep: keep models and client
+    states in the result, for a later ``start``. marks: rounds to evaluate after, in addition to the schedule.
+    """
+    before = [one for one in start if one is not None]
+    whole = len(before) == len(points) and len({one.rounds for one in before}) == 1
+    return program.run(
+        points,
+        seed=seed,
+        rounds=rounds,
+        start=_together(before) if whole else None,
+        keep=keep,
+        marks=marks,
+        on_progress=tell,
+    )
 
 
 def _together(outcomes: Sequence[PointsResult]) -> PointsResult:

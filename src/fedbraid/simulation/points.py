@@ -13,6 +13,7 @@ fewer points, the clients are spread over the devices as in a single run.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -175,6 +176,11 @@ class Points:
         alg = self._point(values).task.algorithm
         return strong(alg.init(params)), strong(alg.init_client(params))
 
+    @functools.cached_property
+    def _starting(self) -> Callable:
+        """`_start` for all points. It is made once: a new function would be compiled again in every run."""
+        return self._mapped(self._start, (0, None))
+
     def _rounds(self, plan: Plan, values: Any, server: Any, states: Any, *rest: Any) -> Any:
         task = self._point(values).task
         return compile_rounds(task, plan, self.inner, self.options, local=self.stream).rounds(server, states, *rest)
@@ -212,7 +218,7 @@ class Points:
         """Compiled rounds and evaluation of ``size`` points, and the bytes that they need on a device."""
         values = self._values(np.zeros((size, len(self.study.keys))))
         params = jax.eval_shape(lambda: self.base.init(self.seeds[0]))
-        start = self._mapped(self._start, (0, None))
+        start = self._starting
 
         def placed(tree: PyTree, population: int | None = None) -> PyTree:
             def shape(s: Any) -> Any:
@@ -367,7 +373,7 @@ class Points:
     ) -> tuple[CompiledRounds, _Watch]:
         self.feed.seed = seed
         params = self._put(self.base.init(seed))
-        server, client = self._mapped(self._start, (0, None))(values, params)
+        server, client = self._starting(values, params)
         folder = None if self.folder is None else self.folder / f"points-{seed}"
         begin = Start(server, client, self.on_host, folder)
         driver = CompiledRounds(

@@ -1,4 +1,4 @@
-"""Advice for a configuration from the constants of its data.
+"""The constants of a configuration's data, and what they explain. `fedbraid.experiment.advice` chooses settings.
 
 - `measurement`: `diagnose` trains for a few rounds, estimates the constants at some of them and tries single rounds;
 - `advice`: `advise` turns constants and those trials into sentences and settings, without running anything;
@@ -9,6 +9,17 @@
 from fedbraid.experiment.diagnosis.advice import Advice, Probe, Sentence, Settings, advise
 from fedbraid.experiment.diagnosis.measurement import Diagnosis, diagnose
 from fedbraid.experiment.diagnosis.picture import diagnosis_figure
-from fedbraid.experiment.diagnosis.verification import verify
+from fedbraid.experiment.diagnosis.verification import goal_of, verify
 
-__all__ = ["Advice", "Diagnosis", "Probe", "Sentence", "Settings", "advise", "diagnose", "diagnosis_figure", "verify"]
+__all__ = [
+    "Advice",
+    "Diagnosis",
+    "Probe",
+    "Sentence",
+    "Settings",
+    "advise",
+    "diagnose",
+    "diagnosis_figure",
+    "goal_of",
+    "verify",
+]

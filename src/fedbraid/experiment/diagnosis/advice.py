@@ -16,7 +16,11 @@ from fedbraid.theory.constants import Constants, envelope
 from fedbraid.theory.frontier import Point, point
 from fedbraid.theory.surrogate import theta_sum
 
-__all__ = ["Advice", "Probe", "Sentence", "Settings", "advise", "round_down"]
+__all__ = ["Advice", "Probe", "Sentence", "Settings", "advise", "error_terms", "round_down"]
+
+CLEAR = 2.0  # a difference counts if it is this many standard errors
+AVERAGING = ("fedavg", "fedprox", "reptile", "meta_minibatch_prox")
+"""Methods whose server steps along the mean upload, without a state: a probe, which is a round of FedAvg, fits them."""
 
 TRADE_OFFS = "Charles and Konecny 2021"
 MIME = "Karimireddy et al. 2021 (Mime)"
@@ -38,10 +42,14 @@ class Settings(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """One round tried with K local steps: the decrease of the mean training loss, for each server step."""
+    """One round tried with K local steps: the decrease of the mean training loss, for each server step.
+
+    noise: the standard error of these decreases over the cohorts that were tried.
+    """
 
     steps: int
     fell: Mapping[float, float]  # server step -> loss before - loss after
+    noise: float = 0.0
 
 
 class Sentence(NamedTuple):
@@ -65,14 +73,16 @@ class Advice:
     ...     clients=10, population=100, batch_size=20,
     ... )
     >>> advice = advise([c], Settings("fedavg", 0.3, 5.0, 10, 100, 200))
-    >>> advice.safe_client_lr, advice.mime_steps, advice.dominant
-    (0.125, 4, 'drift')
+    >>> advice.safe_client_lr, advice.typical_client_lr, advice.mime_steps, advice.dominant
+    (0.125, 0.2, 4, 'drift')
     >>> print(advice.sentences[0])
-    The largest client step that keeps every surrogate convex is 1 / L_i = 0.125; yours, 0.3, is 2.4 times that: lower \
-it. [Charles and Konecny 2021, Lemma 1]
+    At the last point the mean curvature of a client is L_i = 5, so a step of 1 / L_i = 0.2 is typical; yours, 0.3, is \
+1.5 times that. Every surrogate stays convex up to 1 / max L_i = 0.125. Tuned steps are often several times larger. \
+[Charles and Konecny 2021, Lemma 1]
     """
 
     safe_client_lr: float
+    typical_client_lr: float
     mime_steps: int
     dominant: str
     terms: dict[str, float]
@@ -97,6 +107,7 @@ it. [Charles and Konecny 2021, Lemma 1]
             predicted = {"kappa": p.kappa, "delta": p.delta, "rho": p.rho, "method": p.method}
         return {
             "safe_client_lr": self.safe_client_lr,
+            "typical_client_lr": self.typical_client_lr,
             "mime_steps": self.mime_steps,
             "dominant": self.dominant,
             "terms": self.terms,
@@ -116,20 +127,26 @@ def advise(points: Sequence[Constants], settings: Settings, probes: Sequence[Pro
     if not points:
         raise ValueError("advise needs the constants of at least one point")
     worst, last = envelope(points), points[-1]
-    safe = 1.0 / (worst.L_client_max.value + settings.alpha) if worst.L_client_max.value > 0 else math.inf
-    terms = _terms(last, settings)
+    safe = _one_over(worst.L_client_max.value, settings)
+    typical = _one_over(last.L_client_mean.value, settings)  # curvature often falls tenfold in the first rounds
+    terms = error_terms(last, settings)
     dominant = max(terms, key=lambda name: terms[name])
     mime_steps = max(1, math.ceil(last.L.value / last.delta.value - 1e-9)) if last.delta.value > 0 else 1
-    about_probes, tried = _about_probes(probes, settings, safe)
+    about_probes, tried = _about_probes(probes, settings, typical)
     families = _rounds_by_family(last, settings)
     predicted, not_predicted = _predict(worst, settings)
     sentences = (
-        _about_step(settings, safe),
+        _about_step(settings, last, typical, safe),
         *_about_terms(terms, dominant, last),
         _about_hessians(last, mime_steps),
         *about_probes,
         *_about_families(families, last, settings, dominant),
         *_about_prediction(predicted),
+        Sentence(
+            "Constants explain a run; they do not choose its settings well. `fedbraid advise` compares methods and "
+            "rates by a pilot.",
+            "docs/advise.md",
+        ),
     )
     unknown = (
         *not_predicted,
@@ -137,27 +154,31 @@ def advise(points: Sequence[Constants], settings: Settings, probes: Sequence[Pro
         "rounds by family have unknown constant factors: compare them with each other, do not plan with them",
         *dict.fromkeys(note for p in points for note in p.notes),
     )
-    wanted = {"client_lr": round_down(safe)} if settings.client_lr is not None and math.isfinite(safe) else {}
-    return Advice(
-        safe, mime_steps, dominant, terms, families, predicted, sentences, unknown, settings={**wanted, **tried}
-    )
+    wanted = {"client_lr": round_down(typical)} if settings.client_lr is not None and math.isfinite(typical) else {}
+    chosen = {**wanted, **tried}
+    return Advice(safe, typical, mime_steps, dominant, terms, families, predicted, sentences, unknown, chosen)
 
 
-def _about_step(settings: Settings, safe: float) -> Sentence:
-    text = f"The largest client step that keeps every surrogate convex is 1 / L_i = {safe:.3g}"
+def _one_over(curvature: float, settings: Settings) -> float:
+    return 1.0 / (curvature + settings.alpha) if curvature > 0 else math.inf
+
+
+def _about_step(settings: Settings, last: Constants, typical: float, safe: float) -> Sentence:
+    curvature = last.L_client_mean.value
+    text = f"At the last point the mean curvature of a client is L_i = {curvature:.3g}"
+    text += f", so a step of 1 / L_i = {typical:.3g} is typical"
     lr = settings.client_lr
-    if lr is None:
-        text += "."
-    elif lr > safe:
-        text += f"; yours, {lr:g}, is {lr / safe:.1f} times that: lower it."
-    elif lr < safe / 2:
-        text += f"; yours, {lr:g}, is {safe / lr:.1f} times smaller: you can raise it."
-    else:
-        text += f"; yours, {lr:g}, is within it."
+    if lr is not None and math.isfinite(typical):
+        times = lr / typical
+        text += f"; yours, {lr:g}, is {times:.1f} times that" if times >= 1 else f"; yours, {lr:g}, is {1 / times:.1f} "
+        text += "" if times >= 1 else "times smaller"
+    text += (
+        f". Every surrogate stays convex up to 1 / max L_i = {safe:.3g}. Tuned steps are often several times larger."
+    )
     return Sentence(text, f"{TRADE_OFFS}, Lemma 1")
 
 
-def _terms(c: Constants, settings: Settings) -> dict[str, float]:
+def error_terms(c: Constants, settings: Settings) -> dict[str, float]:
     """Squared errors of a round's mean direction, in units of a squared gradient.
 
     Client sampling G^2 / S (1 - S / N), batch noise sigma^2 / (K S), and the bias of local steps (Theorem I of Mime):
@@ -213,33 +234,58 @@ def _about_hessians(c: Constants, steps: int) -> Sentence:
 
 
 def _about_probes(
-    probes: Sequence[Probe], settings: Settings, safe: float
+    probes: Sequence[Probe], settings: Settings, rate: float
 ) -> tuple[list[Sentence], dict[str, int | float]]:
-    """The fewest local steps that achieve 90% of the largest decrease, with the best server step for them."""
+    """The fewest local steps that achieve 90% of the largest decrease, with the best server step for them.
+
+    Nothing is advised if the decreases are within the noise of the cohorts, nor a server step for a method whose server
+    is not that of FedAvg. A value at the edge of what was tried is named.
+    """
     if not probes:
         return [], {}
     at_one = {p.steps: p.fell[1.0] for p in probes}
-    best = max(at_one.values())
-    if best <= 0:
+    listed = ", ".join(f"{k}: {fell:.3g}" for k, fell in at_one.items())
+    best, noise = max(at_one.values()), max(p.noise for p in probes)
+    at = f"client step {round_down(rate):g}"
+    intro = f"One round at {at} lowered the mean loss by, per number of local steps, {listed}"
+    if max(abs(fell) for fell in at_one.values()) <= CLEAR * noise:
         text = (
-            f"No number of local steps up to {max(at_one)} lowered the mean loss in one round at client step "
-            f"{round_down(safe):g}: lower the client step first."
+            f"{intro}. That is within the noise of the cohorts (standard error {noise:.2g}), so the number of local "
+            "steps cannot be chosen from it: the run has converged here, or moves too little in one round."
         )
         return [Sentence(text, "measured")], {}
-    steps = min(k for k, fell in at_one.items() if fell >= 0.9 * best)
+    if best <= 0:
+        text = (
+            f"No number of local steps up to {max(at_one)} lowered the mean loss in one round at {at}: lower the "
+            "client step first."
+        )
+        return [Sentence(text, "measured")], {}
+    steps = min(k for k, fell in at_one.items() if fell >= 0.9 * best - noise)
     chosen = next(p for p in probes if p.steps == steps)
     server = max(chosen.fell, key=lambda s: chosen.fell[s])
-    if chosen.fell[server] < 1.1 * chosen.fell[1.0]:
+    if settings.algorithm not in AVERAGING or chosen.fell[server] < 1.1 * chosen.fell[1.0] + CLEAR * chosen.noise:
         server = 1.0
-    listed = ", ".join(f"{k}: {fell:.3g}" for k, fell in at_one.items())
     text = (
-        f"One round at client step {round_down(safe):g} lowered the mean loss by, per number of local steps, {listed}. "
-        f"{steps} steps reach at least 90% of the best decrease; you take {settings.steps:.3g}, so a round would cost "
-        f"{steps / max(settings.steps, 1e-9):.2g} times the client work."
+        f"{intro} (standard error {noise:.2g}). {steps} steps reach at least 90% of the best decrease; you take "
+        f"{settings.steps:.3g}, so a round would cost {steps / max(settings.steps, 1e-9):.2g} times the client work."
         + (f" A server step of {server:g} does better than 1." if server != 1.0 else "")
+        + _edges(steps, max(at_one), server, max(chosen.fell))
     )
     source = f"measured; more local steps help in the first rounds: {TRADE_OFFS}, Section 4.3"
-    return [Sentence(text, source)], {"steps": steps, "server_lr": server}
+    advised: dict[str, int | float] = {"steps": steps}
+    if settings.algorithm in AVERAGING:
+        advised["server_lr"] = server
+    return [Sentence(text, source)], advised
+
+
+def _edges(steps: int, most_steps: int, server: float, most_server: float) -> str:
+    """Says which of the chosen values is the largest that was tried."""
+    said = ""
+    if steps == most_steps:
+        said += f" {steps} is the largest number of steps that was tried; more may do better."
+    if server == most_server and server != 1.0:
+        said += f" {server:g} is the largest server step that was tried; more may do better."
+    return said
 
 
 FAMILIES = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,12 +20,14 @@ from fedbraid.experiment.divergence import WORSE, lower_rate
 from fedbraid.local import batches_of
 from fedbraid.notices import notice
 from fedbraid.simulation import evaluator, simulate
-from fedbraid.theory.constants import Constants, envelope, estimate
+from fedbraid.theory.constants import Constants, estimate
 
-__all__ = ["Diagnosis", "diagnose"]
+__all__ = ["Diagnosis", "diagnose", "evaluation_loss", "settings_of"]
 
 BACK_OFF = 8  # at most this many rates are tried, each a tenth of the one before
 SERVER_STEPS = (1.0, 1.5, 2.0)  # tried with every number of local steps
+COHORTS = (101, 102, 103)  # seeds of the cohorts that a probe is averaged over
+DEFAULT_RATE = {"adam": 0.01}  # of Mime and MimeLite by their base; 0.1 for others
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,7 +65,10 @@ class Diagnosis:
             "settings": self.settings._asdict(),
             "rounds": list(self.rounds),
             "constants": [c.as_dict() for c in self.points],
-            "probes": [{"steps": p.steps, "fell": {str(k): v for k, v in p.fell.items()}} for p in self.probes],
+            "probes": [
+                {"steps": p.steps, "fell": {str(k): v for k, v in p.fell.items()}, "noise": p.noise}
+                for p in self.probes
+            ],
             "advice": self.advice.as_dict(),
             "changes": list(self.changes),
         }
@@ -95,9 +100,9 @@ def diagnose(
     if seed is not None:
         config = config.model_copy(update={"seed": seed})
     made = build(config)
-    settings = _settings(config, made.data.train)
+    settings = settings_of(config, made.data.train)
     weighting = _option(config, "weighting", "examples")
-    loss = _evaluation_loss(made)
+    loss = evaluation_loss(made)
     if clients is None:
         clients = 50 if sum(leaf.size for leaf in jax.tree.leaves(made.params)) <= 20_000 else 10
     at = sorted({round(i * rounds / max(points - 1, 1)) for i in range(points)}) if points > 1 else [rounds]
@@ -115,9 +120,10 @@ def diagnose(
             )
         )
     probes: tuple[Probe, ...] = ()
-    if probe_steps and settings.client_lr is not None:
-        safe = round_down(1.0 / (envelope(found).L_client_max.value + settings.alpha))
-        probes = _probe(made, params, settings, safe, probe_steps, weighting)
+    curvature = found[-1].L_client_mean.value
+    if probe_steps and settings.client_lr is not None and curvature > 0:
+        rate = round_down(1.0 / (curvature + settings.alpha))
+        probes = _probe(made, params, settings, rate, probe_steps, weighting)
     advice = advise(found, settings, probes)
     return Diagnosis(settings, tuple(at), tuple(found), probes, advice, _changes(config, advice))
 
@@ -186,10 +192,14 @@ def _option(config: Config, name: str, default: Any) -> Any:
     return default if value is None or value is getattr(type(value), "empty", object()) else value
 
 
-def _settings(config: Config, split: Split) -> Settings:
+def settings_of(config: Config, split: Split) -> Settings:
+    """The settings of a configuration that constants are judged by."""
     cohort = split.num_clients if config.cohort == "all" else config.cohort
     given = {k: config.algorithm.options[k] for k in ("epochs", "steps", "batch_size") if k in config.algorithm.options}
     client_lr, alpha = _option(config, "client_lr", None), _option(config, "alpha", 0.0)
+    if client_lr is None and "client_lr" in options_of(find_parts(config)["algorithm"].thing):
+        client_lr = DEFAULT_RATE.get(str(_option(config, "base", "")), 0.1)
+    client_lr = client_lr.get("value") if isinstance(client_lr, Mapping) else client_lr  # a rate over rounds
     steps = float(np.mean([batches_of(**given).count(int(n)) for n in split.sizes])) if client_lr is not None else 1.0
     return Settings(
         config.algorithm.name,
@@ -204,7 +214,7 @@ def _settings(config: Config, split: Split) -> Settings:
     )
 
 
-def _evaluation_loss(made: Experiment) -> Any:
+def evaluation_loss(made: Experiment) -> Any:
     """The model's loss without dropout or augmentation; the constants are those of this function."""
     prepare = made.data.preprocess
     if prepare is None:
@@ -215,7 +225,7 @@ def _evaluation_loss(made: Experiment) -> Any:
 def _probe(
     made: Experiment, params: Any, settings: Settings, client_lr: float, steps: Sequence[int], weighting: Any
 ) -> tuple[Probe, ...]:
-    """One round of FedAvg from ``params`` with each number of local steps; mean over two cohorts."""
+    """One round of FedAvg from ``params`` with each number of local steps; mean and standard error over cohorts."""
     split = made.data.train
     scores = evaluator(made.metrics, _some_clients(split))
 
@@ -227,12 +237,14 @@ def _probe(
     for K in steps:
         local = {"steps": K, "batch_size": settings.batch_size, "weighting": weighting}
         method = algorithms.fedavg(made.loss, client_lr=client_lr, **local)
-        fell = dict.fromkeys(SERVER_STEPS, 0.0)
-        for seed in (101, 102):
+        fell: dict[float, list[float]] = {s: [] for s in SERVER_STEPS}
+        for seed in COHORTS:
             after = simulate(method, params, split, rounds=1, cohort=settings.cohort, seed=seed).params
             for s in SERVER_STEPS:
                 moved = jax.tree.map(lambda x, y, s=s: x + s * (y - x), params, after)
                 value = mean_loss(moved)
-                fell[s] += (before - value) / 2 if math.isfinite(value) else -math.inf
-        found.append(Probe(int(K), fell))
+                fell[s].append(before - value if math.isfinite(value) else -math.inf)
+        spread = float(np.std(fell[1.0], ddof=1)) if np.isfinite(fell[1.0]).all() else 0.0
+        means = {s: float(np.mean(values)) for s, values in fell.items()}
+        found.append(Probe(int(K), means, spread / math.sqrt(len(COHORTS))))
     return tuple(found)

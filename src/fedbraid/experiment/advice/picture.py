@@ -1,0 +1,107 @@
+"""A pilot as a picture: the curves of the best settings, and the regret over the client rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fedbraid.drawing import GREY, style, tidy
+from fedbraid.experiment.advice.candidates import Setting
+from fedbraid.experiment.advice.pilot import Found
+from fedbraid.experiment.advice.race import Race, best_of_each
+
+__all__ = ["draw_advice"]
+
+CURVES = 6
+HIGHEST = 8.0  # regrets above are drawn at the upper edge, as times the rounds
+
+
+def draw_advice(race: Race, found: Found, summary: Mapping[str, Any]) -> Any:
+    """Left: the best setting of each method over the rounds. Right: how the rounds depend on the client rate."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    names = list(dict.fromkeys(one.method for one in found.tried))
+    looks = {name: style(i) for i, name in enumerate(names)}
+    _curves(left, race, found, looks)
+    _rates(right, race, found, looks)
+    words = summary["problem"] or f"advised: {found.best}"
+    if summary["runners_up"]:
+        words += f"; {len(summary['runners_up'])} other settings are as good within the noise of the seeds"
+    figure.suptitle(words if len(words) < 130 else f"{words[:127]}...", x=0.01, ha="left", fontsize=11)
+    return figure
+
+
+def _curves(axis: Any, race: Race, found: Found, looks: Mapping[str, Any]) -> None:
+    axis.set(xlabel="round", ylabel=race.metric.name, title="the settings that ran longest, best of each method")
+    tidy(axis)
+    if found.ranking is None:
+        axis.text(0.5, 0.5, "every setting diverged", ha="center", transform=axis.transAxes)
+        return
+    shown: list[Any] = best_of_each(found.ranking.order)[:CURVES]
+    if found.best is not None and found.best not in shown:
+        shown = [found.best, *shown]
+    sign = race.metric.sign
+    for one in shown:
+        curve = race.curves(one, race.reached)
+        wide = {"lw": 2.5} if one == found.best else {"lw": 1.2}
+        axis.plot(curve.rounds, sign * curve.values.mean(0), label=str(one), **looks[one.method], **wide)
+        low, high = sign * curve.values.min(0), sign * curve.values.max(0)
+        axis.fill_between(curve.rounds, low, high, color=looks[one.method]["color"], alpha=0.12, lw=0)
+    own = found.configured
+    if own not in shown and own in found.ranking.order:
+        curve = race.curves(own, race.reached)
+        axis.plot(curve.rounds, sign * curve.values.mean(0), color=GREY, ls=":", label=f"as configured: {own}")
+    drawn = np.concatenate([race.curves(one, race.reached).values.ravel() for one in shown]) * sign
+    if race.metric.lower_is_better and drawn.min() > 0 and drawn.max() / drawn.min() > 3:
+        axis.set_yscale("log")
+    axis.set_ylim(*_limits(drawn, race.start * sign))
+    axis.legend(frameon=False, fontsize=7.5)
+
+
+def _limits(values: np.ndarray, start: float) -> tuple[float, float]:
+    """From the best to the initial value, so that a curve that begins with a peak does not hide the others."""
+    low, high = float(values.min()), float(values.max())
+    if start > low:
+        high = min(high, start * 1.05) if start > 0 else high
+    space = 0.04 * (high - low) or 1.0
+    return (low * 0.9 if low > 0 else low - space), high + space
+
+
+def _rates(axis: Any, race: Race, found: Found, looks: Mapping[str, Any]) -> None:
+    """For each horizon a setting has run to, only the longest is drawn; larger dots ran longer."""
+    axis.set(xlabel="client rate", ylabel="rounds, as a multiple of the best", title="every setting that was tried")
+    tidy(axis)
+    drawn: set[Setting] = set()
+    for size, horizon in zip((70, 30, 12), reversed(race.horizons), strict=False):
+        at = [one for one in found.tried if one not in drawn and one.rates and race.rows_of(one, horizon)]
+        field = [one for one in found.tried if race.rows_of(one, horizon)]
+        ranking = race.ranking(field, horizon)
+        for one in at:
+            drawn.add(one)
+            alive = ranking is not None and one in ranking.regret
+            best = 0.0 if ranking is None else ranking.regret[ranking.order[0]]
+            times = math.exp(ranking.regret[one] - best) if alive and ranking is not None else math.inf
+            marker = "o" if alive else "x"
+            edge = {"edgecolors": "black", "linewidths": 1.5} if one == found.best else {}
+            colour = looks[one.method]["color"]
+            axis.scatter(one.rates[0][1], min(times, HIGHEST), s=size, marker=marker, color=colour, **edge)
+    for name, look in looks.items():
+        axis.scatter([], [], color=look["color"], label=name)
+    axis.scatter([], [], color=GREY, marker="x", label="diverged")
+    axis.set(xscale="log", yscale="log", ylim=(0.93, HIGHEST * 1.1))
+    axis.set_yticks([1, 1.5, 2, 3, 5, HIGHEST], ["1", "1.5", "2", "3", "5", f"{HIGHEST:g} or more"])
+    axis.minorticks_off()
+    lasts = ", ".join(map(str, race.horizons))
+    axis.legend(
+        frameon=False,
+        fontsize=7.5,
+        title=f"larger dots ran\nlonger: {lasts}\nrounds",
+        title_fontsize=7.5,
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+    )

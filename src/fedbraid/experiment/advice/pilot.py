@@ -1,0 +1,156 @@
+"""The pilot: which settings race, and what the race found.
+
+1. The constants of the data give a centre for the client rates and leave out methods that cannot pay.
+2. FedAvg runs over nine client rates to the first horizon. The other methods start around its best rate.
+3. The race goes on to longer horizons with fewer settings (see `race`).
+4. The settings that are close to the best run with further seeds, and the best of all seeds is the advice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fedbraid.experiment.advice.candidates import (
+    CLIENT_RATES,
+    SERVER_RATE,
+    Method,
+    Setting,
+    base_of,
+    configured,
+    neighbour,
+    on_lattice,
+    rate_names,
+)
+from fedbraid.experiment.advice.race import FINALISTS, HOPEFUL, MORE_SEEDS, NEAR, Race
+from fedbraid.experiment.advice.ranking import Ranking
+
+__all__ = ["Found", "grid", "run_pilot"]
+
+SECOND = 14  # settings that continue to the second horizon
+CLOSE = 4  # settings that run with further seeds at most
+WORTH = 1.5  # more local work is advised only if it saves this factor of rounds
+
+
+class Found(NamedTuple):
+    """What a pilot found.
+
+    ranking: the settings that ran to the last horizon. final: those of them that ran with further seeds, with all
+    seeds. best: the advised setting. configured: the setting of the configuration. tried: all settings.
+    """
+
+    best: Setting | None
+    configured: Setting
+    ranking: Ranking[Setting] | None
+    final: Ranking[Setting] | None
+    tried: list[Setting]
+
+
+def grid(race: Race, method: Method, centre: float, least: float = 0.0) -> list[Setting]:
+    """The settings from which the search of a method starts. centre: of the client rates, and ``least`` of them."""
+    names = rate_names(base_of(race.config, method))
+    values = []
+    for name in names:
+        if name in CLIENT_RATES:
+            rates = [neighbour(centre, offset) for offset in method.offsets]
+            values.append([(name, rate) for rate in rates if rate >= least])
+        else:
+            values.append([(SERVER_RATE, rate) for rate in method.server])
+    return [Setting(method.name, 1, rates) for rates in itertools.product(*values)]
+
+
+def run_pilot(race: Race, centre: float, *, least: float = 0.0, works: Sequence[int] = (1,)) -> Found:
+    """Run the whole race.
+
+    centre, least: of the client rates, see `screening`. works: multiples of the configured local work; those other than
+    1 are tried with the best setting.
+    """
+    own, first = configured(race.config), race.horizons[0]
+    scout, *others = sorted(race.methods, key=lambda method: method.name != "fedavg")
+    field = race.first([own, *grid(race, scout, centre, least)], first)
+    centre = _best_client_rate(race, field, first, on_lattice(centre))
+    starts: list[Setting] = []
+    for method in others:
+        more = grid(race, method, centre, least)
+        if race.affords([*starts, *more], first):
+            starts += more
+    field = race.first([*field, *starts], first) if starts else field
+    tried = list(field)
+    for horizon, longer in itertools.pairwise(race.horizons):
+        field = _affordable(race, _continuing(race, field, own, horizon, longer), longer)
+        if not field:
+            break
+        race.run(field, longer)
+        field = race.move(field, tried, longer, NEAR if longer != race.horizons[-1] else 0.0)
+        tried += [one for one in field if one not in tried]
+    field = [one for one in tried if race.rows_of(one, race.reached)]
+    ranking = race.ranking(field, race.reached)
+    if ranking is None:
+        return Found(None, own, None, None, tried)
+    for work in works:
+        if work != 1:
+            field += _with_more_work(race, ranking, work, tried)
+    ranking = race.ranking(field, race.reached)
+    assert ranking is not None
+    final = _with_more_seeds(race, ranking)
+    return Found(_choose(final, ranking), own, ranking, final, tried)
+
+
+def _continuing(race: Race, field: Sequence[Setting], own: Setting, horizon: int, longer: int) -> list[Setting]:
+    """The settings that go on to a longer horizon; the configured one always does, for comparison."""
+    keep, regret = (SECOND, HOPEFUL) if longer != race.horizons[-1] else (FINALISTS, NEAR)
+    chosen = race.narrow(field, horizon, keep, regret)
+    return chosen + ([own] if chosen and own not in chosen and race.alive([own], horizon) else [])
+
+
+def _affordable(race: Race, field: list[Setting], rounds: int) -> list[Setting]:
+    """The best settings of a field (its first ones) that the budget allows to run; none if it allows not even one."""
+    while len(field) > 1 and not race.affords(field, rounds):
+        field = field[: len(field) * 2 // 3]
+    return field if race.affords(field, rounds) else []
+
+
+def _best_client_rate(race: Race, field: Sequence[Setting], rounds: int, fallback: float) -> float:
+    """The client rate of the best setting of the scout; of the configuration if it has no such rate."""
+    found = race.ranking(field, rounds)
+    rates = {} if found is None else dict(found.order[0].rates)
+    return next((rates[name] for name in CLIENT_RATES if name in rates), fallback)
+
+
+def _with_more_work(race: Race, ranking: Ranking[Setting], work: int, tried: list[Setting]) -> list[Setting]:
+    """The best setting with more local work, at its rates and at a smaller client rate; run to the last horizon."""
+    best = ranking.order[0]
+    more = [best._replace(work=work)]
+    if best.rates:
+        name = best.rates[0][0]
+        lower = tuple((key, neighbour(value, -1) if key == name else value) for key, value in best.rates)
+        more.append(best._replace(work=work, rates=lower))
+    if not race.affords(more, race.reached):
+        return []
+    race.run(more, race.reached)
+    tried += more
+    return race.alive(more, race.reached)
+
+
+def _with_more_seeds(race: Race, ranking: Ranking[Setting]) -> Ranking[Setting]:
+    """The best setting and those close to it, with all tuning seeds."""
+    some = [ranking.order[0], *ranking.close_to_best()][:CLOSE]
+    last, seeds = race.reached, race.settings.seed_list
+    if len(some) == 1 or not race.affords(some, last, seeds):
+        return ranking
+    race.run(some, last, seeds[-MORE_SEEDS:])
+    return race.ranking(some, last, seeds) or ranking
+
+
+def _choose(final: Ranking[Setting], ranking: Ranking[Setting]) -> Setting:
+    """The best setting. More local work must save a factor of `WORTH` in rounds, else the best with less is taken."""
+    best = final.order[0]
+    if best.work == 1:
+        return best
+    for one in [*final.order, *ranking.order]:
+        table = final if one in final.order else ranking
+        if one.work == 1:
+            return best if table.regret[one] - table.regret[table.order[0]] >= math.log(WORTH) else one
+    return best

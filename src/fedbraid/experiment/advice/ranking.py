@@ -1,0 +1,171 @@
+"""Which of several curves reaches its targets in the fewest rounds, when the target is not known.
+
+A setting is not judged by its loss after a fixed number of rounds: early losses favour small rates. It is judged by the
+rounds that it needs to a *level* of the metric, compared with the fastest setting, averaged over several levels. The
+levels are shares of the largest improvement over the initial model, from 80% on. Shares that the fastest setting
+reaches in very few rounds are left out, because no tuning is needed for them. The *regret* of a setting is the mean
+over the levels of log(its rounds / fewest rounds); a regret of log 2 means that it needs twice the rounds.
+
+A level counts as reached in the first evaluation from which on the curve keeps it on average (see `kept`). If a curve
+has not reached a level yet, its trend says when it would: the straight line through the second half of the curve, over
+the logarithm of the round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+__all__ = ["Curves", "Ranking", "kept", "rank", "rounds_to"]
+
+KEEP = 5  # evaluations over which a level must be kept
+SHARES = (0.8, 0.85, 0.9, 0.925, 0.95, 0.96, 0.97, 0.98, 0.985, 0.99, 0.995)  # of the largest improvement
+LATE = 0.4  # levels that the fastest setting reaches in this last part of a race count in any case
+BEST = 5  # settings from which noise is estimated
+LEVELS = 5  # levels that count at most: the lowest of those that are not too easy
+FEWEST = 3  # levels that count at least: the highest ones
+MOST = 8.0  # a curve that does not reach a level counts with at most this many times all rounds
+
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Curves(NamedTuple):
+    """The evaluated metric of one setting, with its sign such that higher is better."""
+
+    rounds: np.ndarray  # [evaluations]
+    values: np.ndarray  # [seeds, evaluations]
+
+
+class Ranking(NamedTuple, Generic[Key]):
+    """Settings from best to worst.
+
+    regret: by setting, the mean of log(rounds / fewest rounds) over the levels, of the curve averaged over the seeds.
+    noise: its standard error over the seeds. levels: values of the metric times its sign, and ``rounds`` to them.
+    """
+
+    order: list[Key]
+    regret: dict[Key, float]
+    noise: dict[Key, float]
+    rounds: dict[Key, np.ndarray]
+    levels: np.ndarray
+
+    def close_to_best(self, least: float = math.log(1.1)) -> list[Key]:
+        """The settings that may be as good as the best: their regret is within two standard errors, or ``least``."""
+        best = self.order[0]
+        return [one for one in self.order[1:] if self._gap(one, best) <= max(least, 2 * self._joint(one, best))]
+
+    def _gap(self, one: Key, best: Key) -> float:
+        return self.regret[one] - self.regret[best]
+
+    def _joint(self, one: Key, best: Key) -> float:
+        return math.hypot(self.noise[one], self.noise[best])
+
+
+def kept(values: np.ndarray) -> np.ndarray:
+    """The best level that a curve has reached and kept, after each evaluation; values [..., evaluations].
+
+    A level is kept if the mean of an evaluation and those after it has it: of five evaluations, later of a fifth of
+    those so far. The mean estimates the curve that many seeds would have; single values would favour smooth curves.
+
+    >>> kept(np.array([0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 2.0, 2.0, 2.0]))
+    array([0.2, 0.2, 0.4, 0.8, 1.2, 1.5, 2. , 2. , 2. ])
+    """
+    count = values.shape[-1]
+    sums = np.concatenate([np.zeros((*values.shape[:-1], 1)), np.cumsum(values, -1)], -1)
+    first = np.arange(count)
+    last = np.minimum(first + np.maximum(KEEP, first // 5), count)
+    return np.maximum.accumulate((sums[..., last] - sums[..., first]) / (last - first), -1)
+
+
+def rounds_to(rounds: np.ndarray, best: np.ndarray, levels: Sequence[float] | np.ndarray) -> np.ndarray:
+    """The rounds in which one curve, as `kept` gives it, reaches each level; by its trend where it does not.
+
+    >>> at, log = np.arange(1, 101), np.log(np.arange(1, 101))
+    >>> rounds_to(at, log, [math.log(50), math.log(200)]).round(2).tolist()
+    [50.0, 200.0]
+    """
+    found = np.empty(len(levels))
+    last = float(rounds[-1])
+    late = rounds >= last / 2
+    slope = 0.0
+    if late.sum() >= 2:
+        slope = float(np.polyfit(np.log(rounds[late]), best[late], 1)[0])
+    for i, level in enumerate(levels):
+        reached = best >= level
+        if reached.any():
+            found[i] = _between(rounds, best, int(np.argmax(reached)), level)
+        else:
+            needed = (level - best[-1]) / slope if slope > 0 else math.inf
+            found[i] = last * min(MOST, math.exp(min(needed, 50.0)))
+    return found
+
+
+def _between(rounds: np.ndarray, best: np.ndarray, at: int, level: float) -> float:
+    """The round in which a line between two evaluations crosses the level."""
+    if at == 0 or best[at] <= best[at - 1]:
+        return float(rounds[at])
+    share = (level - best[at - 1]) / (best[at] - best[at - 1])
+    return float(rounds[at - 1] + share * (rounds[at] - rounds[at - 1]))
+
+
+def rank(
+    curves: Mapping[Key, Curves], start: float, *, early: float = 0.0, target: float | None = None
+) -> Ranking[Key]:
+    """Settings from best to worst by their regret.
+
+    curves: they end in the same round and are finite. start: the value of the initial model. early: levels that the
+    fastest setting reaches before this round do not count. target: the one level that counts, if it is known.
+
+    >>> at = np.arange(1.0, 61.0)
+    >>> rise = lambda rate: Curves(at, np.stack([1 - np.exp(-rate * at)] * 2))
+    >>> found = rank({"slow": rise(0.03), "fast": rise(0.12), "middle": rise(0.06)}, start=0.0)
+    >>> found.order, round(math.exp(found.regret["middle"]), 1)
+    (['fast', 'middle', 'slow'], 2.1)
+    """
+    if not curves:
+        raise ValueError("rank needs the curves of at least one setting")
+    rounds = next(iter(curves.values())).rounds.astype(float)
+    # a curve that is worse than the initial model has no trend yet: a fall from a huge loss predicts nothing
+    mean = {one: np.maximum(kept(curve.values.mean(0)), start) for one, curve in curves.items()}
+    spread = _spread([curve.values[:, -KEEP:].mean(1) for curve in curves.values()])
+    levels = _levels(rounds, list(mean.values()), start, spread, early) if target is None else np.array([target])
+    times = {one: np.log(rounds_to(rounds, own, levels)) for one, own in mean.items()}
+    fewest = np.min(list(times.values()), 0)
+    regret = {one: float((own - fewest).mean()) for one, own in times.items()}
+    order = sorted(curves, key=lambda one: regret[one])
+    pooled = _pooled([_by_seed(curves[one], levels, start) for one in order[:BEST]])
+    noise = {one: pooled / math.sqrt(len(curve.values)) for one, curve in curves.items()}
+    return Ranking(order, regret, noise, {one: np.exp(own) for one, own in times.items()}, levels)
+
+
+def _by_seed(curve: Curves, levels: np.ndarray, start: float) -> np.ndarray:
+    """The mean over levels of log(rounds), for each seed alone."""
+    best = np.maximum(kept(curve.values), start)
+    return np.array([np.log(rounds_to(curve.rounds, one, levels)).mean() for one in best])
+
+
+def _levels(rounds: np.ndarray, best: Sequence[np.ndarray], start: float, spread: float, early: float) -> np.ndarray:
+    """Shares of the largest improvement, less ``spread``: the best of many curves is partly luck."""
+    envelope = np.max(best, 0)
+    top = max(envelope[-1] - spread, min(envelope[-1], start))
+    levels = start + np.array(SHARES) * (top - start)
+    first = rounds[np.minimum(np.searchsorted(envelope, levels), len(rounds) - 1)]
+    late = levels[first >= min(early, LATE * rounds[-1])][:LEVELS]
+    return late if len(late) >= FEWEST else levels[-FEWEST:]
+
+
+def _spread(ends: Sequence[np.ndarray]) -> float:
+    """The standard error over seeds of the mean of the last values, for a typical good curve."""
+    best = sorted(ends, key=lambda own: -own.mean())[:BEST]
+    return _pooled(best) / math.sqrt(len(best[0]))
+
+
+def _pooled(groups: Sequence[np.ndarray]) -> float:
+    """The standard deviation within groups; 0 if every group has one value."""
+    squares = sum(float(((own - own.mean()) ** 2).sum()) for own in groups)
+    free = sum(len(own) - 1 for own in groups)
+    return math.sqrt(squares / free) if free else 0.0
