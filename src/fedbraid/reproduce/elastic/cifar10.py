@@ -118,7 +118,9 @@ def quick(job: Job) -> Evidence:
     results = {"elastic (momentum)": over, SAME: control}
     accuracy = {name: best_rate(result)[1] for name, result in results.items()}
     findings = (
-        Finding("tau = 1000: elastic is its control on the same rows, test losses apart", "0", apart, 0.0, 2e-3, kind="own"),
+        Finding(
+            "tau = 1000: elastic is its control on the same rows, test losses apart", "0", apart, 0.0, 2e-3, kind="own"
+        ),
         Finding("accuracy in % after 5 rounds", "learns", float(accuracy[SAME].min()), 40, 100, kind="own"),
     )
     return Evidence(findings, draw(results, accuracy, 0.1))

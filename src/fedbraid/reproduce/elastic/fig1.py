@@ -90,8 +90,13 @@ def quick(job: Job) -> Evidence:
     lowest = min(float(values.min()) for values in share.values())
     means = np.array([values.mean() for values in factor.values()])
     findings = (
-        Finding("parameters boosted in %, the lowest of all rounds", "most", lowest, 50, 100),
-        Finding("mean factor, both forms: between 1 and 1 + tau", "yes", bool(np.all((means > 1) & (means < 1 + TAU)))),
+        Finding("parameters boosted in %, the lowest of all rounds", "most", lowest, 50, 100, kind="own"),
+        Finding(
+            "mean factor, both forms: between 1 and 1 + tau",
+            "yes",
+            bool(np.all((means > 1) & (means < 1 + TAU))),
+            kind="own",
+        ),
     )
     return Evidence(findings, draw(share, factor))
 

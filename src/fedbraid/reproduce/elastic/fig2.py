@@ -56,7 +56,9 @@ def full(job: Job) -> Evidence:
         plain, over, control = (by_rate(results[name, arm])[RATE] for arm in ARMS)
         gain, left = float(np.mean(over - plain)), float(np.mean(over - control))
         found.append(Finding(f"{name}: gain by elastic aggregation, accuracy in points", "above 0", gain, 0.0))
-        found.append(Finding(f"{name}: what is left of it over the control, in points", "above 0", left, 0.0, kind="own"))
+        found.append(
+            Finding(f"{name}: what is left of it over the control, in points", "above 0", left, 0.0, kind="own")
+        )
         factor = mean_factor(results[name, "elastic"], RATE)
         errors = [v.std(ddof=1) / np.sqrt(len(v)) for v in (over - plain, over - control)]
         said.append(

@@ -92,8 +92,15 @@ def findings(test: Mapping[str, np.ndarray], train: Mapping[str, np.ndarray]) ->
             "above 0",
             float(np.mean(momentum - test[LARGER])),
             0.0,
+            kind="own",
         ),
-        Finding("the same, control trained on elastic's rows", "above 0", float(np.mean(momentum - test[SAME])), 0.0),
+        Finding(
+            "the same, control trained on elastic's rows",
+            "above 0",
+            float(np.mean(momentum - test[SAME])),
+            0.0,
+            kind="own",
+        ),
     )
 
 
