@@ -22,9 +22,9 @@ compared with the best of six tuned methods. `benchmarks/advice` makes the feder
 **What to read**: a *ratio* is the number of rounds that a setting needs, divided by the rounds of the best tuned
 method of that federation. 1.0 is as good as a full sweep, below 1 is better, 10 also stands for "not reached".
 
-**The rules**, fixed before any result:
+**The rules.** They were adjusted on the design half, and fixed before anything of the held-out half was read:
 
-- *Halves.* Eight federations were used for design. The other eight, of the same kinds, were measured once, at the end.
+- *Halves.* Eight federations were used for design. The other eight, of the same kinds, are measured once, last.
 - *Splits.* 60% of each client's rows for training, 20% for validation, 20% for the test.
 - *Tuning.* FedAvg, SCAFFOLD and MimeLite (with momentum) over nine client rates from 0.001 to 10; FedAvgM over these
   and three server rates, FedAdam and five server rates, FedProx and three weights of its proximal term: 126 points.
