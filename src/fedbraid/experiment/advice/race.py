@@ -38,7 +38,7 @@ __all__ = ["MORE_SEEDS", "Budget", "Race", "RaceNews", "Track", "horizons_of"]
 
 TOGETHER = 4  # settings in one program
 MANY = 8  # the same for the program of several methods, if the model is small
-SMALL = 1_000_000  # bytes of a model
+SMALL = 20_000  # bytes of a model; for larger ones, empty places in a program cost more than a further call
 GROWTH = 3  # each horizon is three times the one before, and about a third of the settings reach it
 LEAST = 6  # rounds of the first horizon at least
 MOVES = 3  # times that the grid of a method may move at one horizon
