@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,7 @@ from drawn import check_figure, record
 from fedbraid import algorithms
 from fedbraid.cli.app import make_app
 from fedbraid.experiment import ConfigError, build, load_config
-from fedbraid.experiment.advice import advising, averaging, candidates, federation
+from fedbraid.experiment.advice import advising, averaging, candidates, doubts, federation
 from fedbraid.experiment.advice.advising import AdviceSettings, load_advice, run_advice
 from fedbraid.experiment.advice.candidates import METHODS, Setting, methods_of, program_of, with_setting
 from fedbraid.experiment.advice.doubts import constant_baseline
@@ -234,6 +235,13 @@ def test_a_race_uses_the_validation_split_and_the_tuning_seeds_only(moved):
     assert all(row["metric"] == "validation_loss" for row in race.rows.values())
 
 
+def test_a_program_compiles_its_start_once(moved):
+    """It ran many chunks and seeds; before, each of them compiled the first states again."""
+    race, _ = moved
+    assert len(race.rows) > 20
+    assert [program._starting._cache_size() for _, program in race.programs.values()] == [1]
+
+
 def test_a_budget_of_rounds_is_kept(folder):
     race = race_on(config(folder), budget=Budget(rounds=400))
     found = run_pilot(race, centre=1.0)
@@ -406,6 +414,25 @@ def test_the_constant_baseline_is_the_best_constant():
     values = fb.Split.from_clients([{"y": y.astype(np.float32)}])
     assert constant_baseline(fb.FederatedData(values, validation=values), "values").loss == pytest.approx(np.var(y))
     assert constant_baseline(fb.FederatedData(split), "classes") is None
+
+
+def test_a_weak_signal_is_not_called_noise():
+    """A regression that explains a tenth of the variance is worth advice; a hundredth may be chance."""
+    rng = np.random.default_rng(0)
+    split = fb.Split.from_clients([{"y": rng.normal(size=300).astype(np.float32)}])
+    base = constant_baseline(fb.FederatedData(split, validation=split), "values")
+
+    def beats(**levels):
+        row = {f"curve/validation_{name}": [value] * 6 for name, value in levels.items()}
+        return doubts._beats(SimpleNamespace(rows_of=lambda *_: [row], reached=6), None, base)
+
+    assert beats(r2=0.1, loss=0.9)
+    assert not beats(r2=0.01, loss=0.99)
+    y = fb.Split.from_clients([{"y": rng.integers(0, 2, 300).astype(np.int32)}])
+    base = constant_baseline(fb.FederatedData(y, validation=y), "classes")
+    assert beats(accuracy=base.accuracy, loss=base.loss - 0.1)
+    assert beats(accuracy=0.7, loss=9.0)
+    assert not beats(accuracy=base.accuracy + 0.03, loss=base.loss - 0.01)
 
 
 def test_wrong_options_are_refused_by_name(tmp_path):

@@ -194,7 +194,8 @@ def _advise_in(
     targets = experiment.model.targets
     problem = problem_with(race, found, "" if targets is None else targets.kind)
     summary = summarize(race, found, problem, [] if problem else doubts_about(race, found))
-    summary |= {"reasons": list(screening.sentences), "out": str(out)}
+    reasons = [*screening.sentences, *(f"{name} is left out: {why}." for name, why in found.left_out.items())]
+    summary |= {"reasons": reasons, "out": str(out)}
     if not problem and found.best is not None:
         files.write_text(out / ADVISED, dump(with_setting(config, track.methods, found.best)))
         summary["advised_toml"] = str(out / ADVISED)

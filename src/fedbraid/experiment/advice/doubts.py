@@ -21,19 +21,23 @@ FEW = 200  # validation examples
 
 
 class Baseline(NamedTuple):
-    """The best that a model can do which ignores its inputs, on the validation split, with standard errors."""
+    """The best that a model can do which ignores its inputs, on the validation split.
+
+    accuracy: of the most frequent class, with its standard error; None for values. loss: the cross-entropy of the class
+    frequencies, or the variance. examples: their number.
+    """
 
     accuracy: float | None
-    loss: float
     accuracy_error: float
-    loss_error: float
+    loss: float
+    examples: int
 
 
 def constant_baseline(data: FederatedData, kind: str) -> Baseline | None:
     """The score of the most frequent class, or of the mean; None for other targets.
 
     kind: "classes" or "values", as a model declares its targets. The frequencies and the mean are those of the training
-    examples. The loss of classes is the cross-entropy, of values the variance.
+    examples.
 
     >>> some = Split.from_clients([{"y": np.array([0, 0, 0, 1])}])
     >>> found = constant_baseline(FederatedData(some, validation=some), "classes")
@@ -45,15 +49,12 @@ def constant_baseline(data: FederatedData, kind: str) -> Baseline | None:
         return None
     seen, asked = _targets(train), _targets(validation)
     if kind == "values":
-        squares = (asked.astype(float) - seen.astype(float).mean()) ** 2
-        return Baseline(None, float(squares.mean()), 0.0, float(squares.std() / math.sqrt(len(squares))))
+        return Baseline(None, 0.0, float(((asked.astype(float) - seen.astype(float).mean()) ** 2).mean()), len(asked))
     labels, counts = np.unique(seen, return_counts=True)
     frequency = dict(zip(labels.tolist(), (counts / counts.sum()).tolist(), strict=True))
-    hits = asked == labels[np.argmax(counts)]
-    rare = 1 / (len(seen) + 1)
-    losses = -np.log([frequency.get(label, rare) for label in asked.tolist()])
-    errors = math.sqrt(max(hits.mean() * (1 - hits.mean()), 1e-12) / len(asked)), losses.std() / math.sqrt(len(asked))
-    return Baseline(float(hits.mean()), float(losses.mean()), *map(float, errors))
+    share = float((asked == labels[np.argmax(counts)]).mean())
+    loss = -np.log([frequency.get(label, 1 / (len(seen) + 1)) for label in asked.tolist()]).mean()
+    return Baseline(share, math.sqrt(max(share * (1 - share), 1e-12) / len(asked)), float(loss), len(asked))
 
 
 def _targets(split: Split) -> np.ndarray:
@@ -97,14 +98,15 @@ def _beats(race: Race, best: Setting, base: Baseline) -> bool:
             return None
         return float(np.mean(kept(sign * np.array(curves, float))[:, -1]))
 
+    # A prediction that has nothing to do with the targets explains a share of them that is 1 / n on average.
+    chance = SIGMAS**2 / base.examples
+    if base.accuracy is None:
+        explained = level("r2", 1.0)
+        return explained is None or explained > chance
     accuracy, loss = level("accuracy", 1.0), level("loss", -1.0)
-    if accuracy is not None and base.accuracy is not None:
-        if accuracy > base.accuracy + SIGMAS * base.accuracy_error:
-            return True
-    elif base.accuracy is None:
-        r2 = level("r2", 1.0)
-        return r2 is None or r2 > SIGMAS * base.loss_error / max(base.loss, 1e-300)
-    return loss is not None and -loss < base.loss - SIGMAS * base.loss_error
+    if accuracy is not None and accuracy > base.accuracy + SIGMAS * base.accuracy_error:
+        return True
+    return loss is None or -loss < base.loss - chance
 
 
 def doubts_about(race: Race, found: Found) -> list[str]:

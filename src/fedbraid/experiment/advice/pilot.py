@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from fedbraid.experiment.advice.candidates import (
@@ -38,7 +38,8 @@ class Found(NamedTuple):
     """What a pilot found.
 
     ranking: the settings that ran to the last horizon. final: those of them that ran with further seeds, with all
-    seeds. best: the advised setting. configured: the setting of the configuration. tried: all settings.
+    seeds. best: the advised setting. configured: the setting of the configuration. tried: all settings. left_out:
+    methods that did not run, with the reason.
     """
 
     best: Setting | None
@@ -46,6 +47,7 @@ class Found(NamedTuple):
     ranking: Ranking[Setting] | None
     final: Ranking[Setting] | None
     tried: list[Setting]
+    left_out: Mapping[str, str] = {}
 
 
 def grid(race: Race, method: Method, centre: float, least: float = 0.0) -> list[Setting]:
@@ -71,12 +73,18 @@ def run_pilot(race: Race, centre: float, *, least: float = 0.0, works: Sequence[
     scout, *others = sorted(race.methods, key=lambda method: method.name != "fedavg")
     field = race.first([own, *grid(race, scout, centre, least)], first)
     centre = _best_client_rate(race, field, first, on_lattice(centre))
-    starts: list[Setting] = []
-    for method in others:
-        more = grid(race, method, centre, least)
-        if race.affords([*starts, *more], first):
-            starts += more
-    field = race.first([*field, *starts], first) if starts else field
+    left_out: dict[str, str] = {}
+    for later in (False, True):  # methods that wait for the result of another one come second
+        starts: list[Setting] = []
+        for method in [one for one in others if bool(one.after) == later]:
+            more, why = grid(race, method, centre, least), _useless(race, method, field, first)
+            if not why and not race.affords([*starts, *more], first):
+                why = "the budget does not allow it"
+            if why:
+                left_out[method.name] = why
+            else:
+                starts += more
+        field = race.first([*field, *starts], first) if starts else field
     tried = list(field)
     for horizon, longer in itertools.pairwise(race.horizons):
         field = _affordable(race, _continuing(race, field, own, horizon, longer), longer)
@@ -88,14 +96,25 @@ def run_pilot(race: Race, centre: float, *, least: float = 0.0, works: Sequence[
     field = [one for one in tried if race.rows_of(one, race.reached)]
     ranking = race.ranking(field, race.reached)
     if ranking is None:
-        return Found(None, own, None, None, tried)
+        return Found(None, own, None, None, tried, left_out)
     for work in works:
         if work != 1:
             field += _with_more_work(race, ranking, work, tried)
     ranking = race.ranking(field, race.reached)
     assert ranking is not None
     final = _with_more_seeds(race, ranking)
-    return Found(_choose(final, ranking), own, ranking, final, tried)
+    return Found(_choose(final, ranking), own, ranking, final, tried, left_out)
+
+
+def _useless(race: Race, method: Method, field: Sequence[Setting], rounds: int) -> str:
+    """Why a method that waits for another one is left out; empty if it runs, as the configured one always does."""
+    if not method.after or method.name == race.config.algorithm.name:
+        return ""
+    found = race.ranking(field, rounds)
+    best = {} if found is None else {one.method: found.regret[one] for one in reversed(found.order)}
+    if method.after not in best or "fedavg" not in best or best[method.after] <= best["fedavg"]:
+        return ""
+    return f"{method.about}, and {method.after} does not do better than fedavg here"
 
 
 def _continuing(race: Race, field: Sequence[Setting], own: Setting, horizon: int, longer: int) -> list[Setting]:

@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedbraid import address
+from fedbraid.costs import nbytes
 from fedbraid.data.federated import FederatedData
 from fedbraid.experiment.advice.candidates import Method, Setting, configured, neighbour, program_of
 from fedbraid.experiment.advice.ranking import Curves, Ranking, rank
-from fedbraid.experiment.assembly import assemble
+from fedbraid.experiment.assembly import Experiment, assemble
 from fedbraid.experiment.config import Config
 from fedbraid.experiment.lab import PREFIX, Lab, SweepSettings
 from fedbraid.experiment.trials import Row, Trials
@@ -36,6 +37,8 @@ from fedbraid.simulation.points import Points, PointsResult
 __all__ = ["MORE_SEEDS", "Budget", "Race", "RaceNews", "Track", "horizons_of"]
 
 TOGETHER = 4  # settings in one program
+MANY = 8  # the same for the program of several methods, if the model is small
+SMALL = 20_000  # bytes of a model; for larger ones, empty places in a program cost more than a further call
 GROWTH = 3  # each horizon is three times the one before, and about a third of the settings reach it
 LEAST = 6  # rounds of the first horizon at least
 MOVES = 3  # times that the grid of a method may move at one horizon
@@ -119,13 +122,15 @@ class Race:
         self.best: Setting | None = None
         self.target: float | None = None
         self.reached = 0  # the longest horizon that was compared
-        self.start = self._start()
+        experiment = assemble(self.config, self.held[0])
+        self.model_bytes = nbytes(experiment.shapes)
+        self.start = self._start(experiment)
 
-    def _start(self) -> float:
+    def _start(self, experiment: Experiment) -> float:
         """The metric of the initial models with its sign, averaged over the tuning seeds."""
         lab = self.program(configured(self.config))[0]
         self.metric = metric = lab.criterion.metric
-        experiment, validation = assemble(lab.config, self.held[0]), self.held[0].validation
+        validation = self.held[0].validation
         assert validation is not None
         scores = evaluator(experiment.metrics, validation)
         values = [scores.summary(experiment.model.init(address.init_key(seed))) for seed in self.seeds]
@@ -139,11 +144,12 @@ class Race:
         key = name, setting.work
         if key not in self.programs:
             began = time.perf_counter()
+            together = MANY if name != setting.method and self.model_bytes < SMALL else TOGETHER
             settings = self.settings.model_copy(
-                update={"over": {k: [value] for k, value in point.items()}, "at_once": TOGETHER}
+                update={"over": {k: [value] for k, value in point.items()}, "at_once": together}
             )
             lab = Lab(config, settings, self.data, self.held)
-            self.programs[key] = lab, lab.program([point] * TOGETHER)
+            self.programs[key] = lab, lab.program([point] * together)
             self.compiling += time.perf_counter() - began
         return *self.programs[key], point
 

@@ -22,7 +22,7 @@ import numpy as np
 __all__ = ["Curves", "Ranking", "kept", "rank", "rounds_to"]
 
 KEEP = 5  # evaluations over which a level must be kept
-SHARES = (0.8, 0.85, 0.9, 0.925, 0.95, 0.96, 0.97, 0.98, 0.985, 0.99, 0.995)  # of the largest improvement
+SHARES = (0.8, 0.85, 0.9, 0.925, 0.95, 0.96, 0.97, 0.98)  # of the largest improvement
 LATE = 0.4  # levels that the fastest setting reaches in this last part of a race count in any case
 BEST = 5  # settings from which noise is estimated
 LEVELS = 5  # levels that count at most: the lowest of those that are not too easy
