@@ -175,16 +175,23 @@ def test_the_family_of_averaging_methods_equals_its_members():
         ends = [fb.simulate(made, params, data, rounds=3, seed=0).params for made in (named, member)]
         np.testing.assert_allclose(*ends, rtol=2e-5)
         assert np.abs(ends[0] - params).max() > 0.01
+    averaged = algorithms.fedavgm(loss, kind="average", client_lr=0.3, server_lr=0.7, steps=3, batch_size=2)
+    numbers = {**averaging.MEMBERS["fedavgm"], "fresh": 0.1}
+    member = averaging.averaging(loss, client_lr=0.3, server_lr=0.7, steps=3, batch_size=2, **numbers)
+    ends = [fb.simulate(made, params, data, rounds=3, seed=0).params for made in (averaged, member)]
+    np.testing.assert_allclose(*ends, rtol=2e-5)
 
 
 def test_a_member_with_other_options_runs_as_itself(folder):
-    own = config(folder, algorithm={"name": "fedavgm", "kind": "heavy-ball"})
+    own = config(folder, algorithm={"name": "fedavgm", "kind": "nesterov"})
     setting = Setting("fedavgm", 1, (("client_lr", 0.1), ("server_lr", 1.0)))
     assert program_of(own, methods_of(own), setting)[0] == "fedavgm"
     plain = config(folder, algorithm={"name": "fedavgm", "momentum": 0.5})
     name, made, point = program_of(plain, methods_of(plain), setting)
     assert name == "averaging"
-    assert point["algorithm.beta"] == 0.5
+    assert (point["algorithm.beta"], point["algorithm.fresh"]) == (0.5, 1.0)
+    averaged = config(folder, algorithm={"name": "fedavgm", "momentum": 0.5, "kind": "average"})
+    assert program_of(averaged, methods_of(averaged), setting)[2]["algorithm.fresh"] == 0.5
     assert made.algorithm.name == averaging.NAME
 
 

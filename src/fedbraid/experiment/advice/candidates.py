@@ -56,7 +56,7 @@ class Method(NamedTuple):
 
 METHODS = (
     Method("fedavg", offsets=range(-3, 6), about="local SGD"),
-    Method("fedavgm", server=(1.0, 3.162), against="sampling", about="server momentum averages over cohorts"),
+    Method("fedavgm", server=(0.1, 0.3162), against="sampling", about="server momentum averages over cohorts"),
     # the server scales every coordinate, so the client rate may be far below that of FedAvg, which limits drift
     Method("fedadam", offsets=range(-3, 2), server=(0.03162, 0.1, 0.3162), about="the server scales every coordinate"),
     Method("fedprox", options={"alpha": 0.1}, against="drift", about="a proximal term limits drift"),
@@ -174,6 +174,8 @@ def program_of(config: Config, methods: Sequence[Method], setting: Setting) -> t
             numbers["alpha"] = rest.pop("alpha", numbers["alpha"])
         if setting.method == "fedavgm":
             numbers["beta"] = rest.pop("momentum", numbers["beta"])
+            if rest.get("kind", "heavy-ball") in ("heavy-ball", "average"):
+                numbers["fresh"] = 1.0 - numbers["beta"] if rest.pop("kind", "") == "average" else 1.0
     if not numbers or set(rest) - set(SHARED):
         point = {f"algorithm.{name}": value for name, value in rates.items()} or {"algorithm.name": setting.method}
         return setting.method, whole, point
