@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -97,6 +98,47 @@ def test_what_the_figure_leaves_out():
     }
     assert set(losses(result)) == {0.0, 0.1, 1.0}
     assert set(learned(losses(result))) == {0.0, 0.1}  # the final loss of 1.0 is above the first loss of 0
+
+
+@pytest.mark.parametrize(
+    ("stays", "lost", "behind"),
+    [
+        ({0.0: 9.0}, (), 600),  # gamma = 0 keeps its first loss
+        ({1e-2: 9.0}, (), 0),
+        (dict.fromkeys((0.0, 1e-3, 1e-2, 0.1, 1.0), 9.0), (), 0),
+        ({}, (0.0,), math.nan),
+        ({}, (1e-2,), math.nan),
+    ],
+)
+def test_client_rates_that_learn_nothing_are_no_error(stays, lost, behind, monkeypatch, tmp_path):
+    real = scripted([])
+
+    def train(*args, **options):
+        result = real(*args, **options)
+        for i, gamma in enumerate(point["algorithm.gamma"] for point in result["points"]):
+            if gamma in stays:
+                result["test_loss"][i] = [stays[gamma]] * len(result["rounds"])
+            result["diverged"][i] |= gamma in lost
+        return result
+
+    monkeypatch.setattr(_training, "train", train)
+    monkeypatch.setattr(_training.Task, "load", lambda task, job, on_train=False: None)
+    evidence = entries()["localupdate-fig12-cnn"].run(Job("full", tmp_path))
+    row = next(finding for finding in evidence.findings if "still above" in finding.what)
+    assert row.ours == pytest.approx(behind, nan_ok=True)
+    assert row.within == (behind > 0)
+    left_out = re.findall(r"[\d.]*\d", evidence.notes[1])
+    assert {float(number) for number in left_out} == {*stays, *lost, 10.0}
+
+
+def test_client_rates_that_all_diverge_have_nothing_to_compare(monkeypatch, tmp_path):
+    real = scripted([])
+    monkeypatch.setattr(
+        _training, "train", lambda *a, **o: (r := real(*a, **o)) | {"diverged": [True] * len(r["points"])}
+    )
+    monkeypatch.setattr(_training.Task, "load", lambda task, job, on_train=False: None)
+    with pytest.raises(ValueError, match=r"every gamma of .* diverged"):
+        entries()["localupdate-fig12-cnn"].run(Job("full", tmp_path))
 
 
 def test_the_rate_is_chosen_by_the_last_rounds_alone():

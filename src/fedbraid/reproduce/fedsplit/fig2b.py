@@ -330,6 +330,8 @@ ENTRY = Entry(
         "the paper.",
     ),
     remarks=(
+        "This page is of an earlier, smaller run: 110 writers, 200 random signs and 200 random normals (d = 1,185), 20 "
+        "rounds, FedGD also 200, the prox to a gradient of 1e-3 or 60 steps.",
         "The accuracy is outside of its band: the paper trained on about 640,000 images with 6,000 random features to "
         "near the optimum; here there are 14,697 images and 400 random features, and after 20 rounds the cost is still "
         "several times that of L-BFGS.",

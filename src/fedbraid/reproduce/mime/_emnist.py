@@ -103,7 +103,7 @@ def judge_column(found: Results, paper: Mapping[str, float], *, title: str) -> E
         what = f"FedAvgAdam, best epsilon of 1e-1 to 1e-5, {THINNED}: accuracy in %"
         findings.append(Finding(what, f"{paper['FedAvgAdam']}", value, low, low + 2 * MARGIN))
         told += (_by_epsilon(result),)
-    others = {THINNED: accuracies(fewer, LAST)} if fewer else None
+    others = {THINNED: fewer} if fewer else None
     figure = draw(everything, paper, LAST, margin=MARGIN, title=f"{title}, 40 models sent per round", others=others)
     return Evidence(tuple(findings), figure, told)
 

@@ -184,11 +184,12 @@ def draw(
     *,
     margin: float,
     title: str,
-    others: Mapping[str, Mapping[str, float]] | None = None,
+    others: Mapping[str, Mapping[str, Mapping[str, Any]]] | None = None,
 ) -> Figure:
     """Our accuracies next to the paper's, and accuracy over client rates.
 
-    others: for each other reading of the paper, accuracies in percent by method.
+    others: results by method for each other reading of the paper. If ``results`` have one client rate each, as those of
+        an earlier page have, the curves over client rates are those of the reading with the most methods.
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -210,7 +211,8 @@ def draw(
     handles = [Line2D([], [], ls="", marker="o", color=COLOURS[0], label="ours")]
     if paper:
         handles.append(Line2D([], [], ls="", marker="|", color="0.35", ms=11, mew=2, label="paper, and our band"))
-    for k, (reading, accuracy) in enumerate((others or {}).items()):
+    for k, (reading, read) in enumerate((others or {}).items()):
+        accuracy = accuracies(read, last)
         look: dict[str, Any] = {"ls": "", "marker": "s^Dv"[k % 4], "ms": 5, "color": COLOURS[1 + k % 6], "mfc": "none"}
         handles.append(Line2D([], [], label=reading, **look))
         seen = {i: accuracy[name] for i, name in enumerate(results) if math.isfinite(accuracy.get(name, math.nan))}
@@ -218,7 +220,12 @@ def draw(
     left.legend(handles=handles, frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     bases = {"SGD": COLOURS[6], "Mom": COLOURS[0], "Adam": COLOURS[1], "Adagrad": COLOURS[2]}
     dashes = {"FedAvg": ":", "MimeLite": "--", "Mime": "-"}
-    for name, result in results.items():
+    curves, of = results, ""
+    if others and all(len(result["points"]) == 1 for result in results.values()):
+        of = max(others, key=lambda reading: len(others[reading]))
+        curves = others[of]
+    right.set_title(of, fontsize=9, loc="left")
+    for name, result in curves.items():
         base = next(b for b in bases if name.endswith(b))
         family = name.removesuffix(base)
         rates = [point["algorithm.client_lr"] for point in result["points"]]
@@ -243,6 +250,9 @@ DEVIATIONS = (
     "1e7, and AdaGrad starts at 3.2 times the nominal rate. Momentum there is m = g + beta m, which is Table 5's "
     "average at a rate ten times as large.",
     "On FedAvg's server: momentum as the average of Table 5, optax's Adam with bias correction, Table 5's AdaGrad.",
+    "The paper has two statements on Adam's epsilon in this table. Section 5.3: the hyper-parameters of the large "
+    'experiments, "e.g. epsilon for adaptive methods", are "more carefully chosen following [49]" (Reddi et al. 2020). '
+    "C.4: 1e-7. Rows that name no epsilon have 1e-7.",
     "One seed, apparently as in the paper. Accuracy is the mean of the evaluations in the last 50 rounds; the paper "
     "reports it after 1000 rounds.",
 )

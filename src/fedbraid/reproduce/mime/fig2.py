@@ -91,7 +91,9 @@ def _speedups(hessians: np.ndarray) -> dict[float, float]:
     return {rate: needed(NAMES[0], rate) / needed("FedAvg", rate) for rate in (0.02, 0.04, 0.08, 0.15, RATE)}
 
 
-def _findings(traces: Mapping[str, ShadowTrace], hessians: np.ndarray) -> list[Finding]:
+def _findings(
+    traces: Mapping[str, ShadowTrace], hessians: np.ndarray, speedups: Mapping[float, float]
+) -> list[Finding]:
     problem = federation(hessians, OPTIMA)
     best, middle = problem.minimizer, OPTIMA.mean(0)
     ends = {name: trace.server[-1] for name, trace in traces.items()}
@@ -125,13 +127,6 @@ def _findings(traces: Mapping[str, ShadowTrace], hessians: np.ndarray) -> list[F
             1e-6,
         ),
         Finding(
-            "rounds to that end, with momentum over without: smallest over five rates",
-            "only speeds up",
-            min(_speedups(hessians).values()),
-            0.0,
-            0.99,
-        ),
-        Finding(
             "local models of Mime near its end: mean distance from x*, over FedAvg's",
             "closer to x*",
             local[NAMES[1]] / local[NAMES[0]],
@@ -155,6 +150,14 @@ def _findings(traces: Mapping[str, ShadowTrace], hessians: np.ndarray) -> list[F
             kind="own",
         ),
         Finding("server models of the four methods against NumPy", "0", apart, 0.0, 1e-10, kind="own"),
+        Finding(
+            "rounds to FedAvg's end, with server momentum over without: smallest over five rates",
+            "below 1 at some rate",
+            min(speedups.values()),
+            0.0,
+            0.99,
+            kind="own",
+        ),
     ]
 
 
@@ -201,12 +204,17 @@ def run(job: Job) -> Evidence:
         }
     best = federation(hessians, OPTIMA).minimizer
     ends = ", ".join(f"{name}: {_distance(trace.server[-1], best):.3g}" for name, trace in traces.items())
-    shares = ", ".join(f"{rate:g}: {share:.2f}" for rate, share in _speedups(hessians).items())
+    speedups = _speedups(hessians)
+    shares = ", ".join(f"{rate:g}: {share:.2f}" for rate, share in speedups.items())
     notes = (
         f"Distance of the ends from x*: {ends}.",
         f"Rounds of FedAvg with server momentum over those without, by the rate of local steps: {shares}.",
     )
-    return Evidence(tuple(_findings(traces, hessians)), _draw(traces, hessians), notes)
+    findings = _findings(traces, hessians, speedups)
+    if job.full:
+        what = f"rounds to FedAvg's end, with server momentum over without, at the rate {RATE}"
+        findings.append(Finding(what, "only speeds up", speedups[RATE], 0.0, 0.99))
+    return Evidence(tuple(findings), _draw(traces, hessians), notes)
 
 
 ENTRY = Entry(
@@ -216,7 +224,7 @@ ENTRY = Entry(
     setting="Two quadratic clients in the plane with curvatures 2 and 0.2 in different directions; optima (-1, 0) and "
     f"(1, 0). {STEPS} local gradient steps of {RATE}, momentum {BETA}, both clients in every round, {ROUNDS} rounds "
     f"from (-0.2, 2), of which {SHOWN} are drawn. Float64.",
-    quick="the same; it takes seconds",
+    quick="the same in seconds, without the row on the speed at the rate 0.3",
     run=run,
     deviations=(
         "The paper's figure is a sketch without numbers; the problem is ours.",
@@ -226,8 +234,9 @@ ENTRY = Entry(
     remarks=(
         "Equation (5) reduces the bias but does not remove it: each local gradient keeps the weight 1 - beta. Mime's "
         "correction removes it when all clients take part.",
-        "Server momentum as a moving average speeds up only short steps. A first run measured it at the rate 0.3 "
-        "alone, where momentum slows FedAvg down, so the row was outside of its band. The row now takes the best of "
-        "five rates, because the paper claims it for one case only; a note has all five.",
+        "The row outside of its band: at the rate 0.3 of the sketch, server momentum as a moving average makes FedAvg "
+        "need more than twice as many rounds. It speeds up only shorter steps; the last note has the ratio at five "
+        "rates, and a check of our own the smallest of them. The paper has no numbers, and does not say for which "
+        "rates it means its sentence.",
     ),
 )

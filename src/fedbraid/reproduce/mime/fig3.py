@@ -88,6 +88,8 @@ ENTRY = Entry(
         f"{ROUNDS} rounds instead of 1,000.",
     ),
     remarks=(
+        "This page is of an earlier, smaller run: 10 clients per round, batches of 20, 25 rounds, and three client "
+        "rates for each method.",
         "FedAvg under Adam with server rate 1 hardly learns at any of the three client rates, and is best at the "
         "smallest: the sensitivity that Figure 4 of the paper shows. So it is a weak baseline here.",
         "Mime, MimeLite and Loc-Mime are best at the smallest rate tried, so lower rates might bring them closer to "
