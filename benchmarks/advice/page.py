@@ -46,10 +46,10 @@ improvement, and the advised settings settle at a slightly higher loss. On digit
 
 **What to know of these runs.** The held-out half was measured once, and its results changed nothing. `diamonds` took
 the place of another federation, whose best method needed four rounds, before anything was scored on it. FedAvgM was
-tuned with momentum of kind "average" (on `diamonds`: "heavy-ball", the default). The advice on chem97 and breast-cancer was
-measured again after a mistake was repaired: it had named FedAvgM's rates for the other kind of momentum. The sweeps of
-chem97, synthetic-weak, skewed-squares, breast-cancer and digits-mlp were timed on a slower machine than the advice, so
-compare seconds on the held-out half.
+tuned with momentum of kind "average" (on `diamonds`: "heavy-ball", the default). The advice on chem97 and breast-
+cancer was measured again after a mistake was repaired: it had named FedAvgM's rates for the other kind of momentum.
+The sweeps of chem97, synthetic-weak, skewed-squares, breast-cancer and digits-mlp were timed on a slower machine than
+the advice, so compare seconds on the held-out half.
 """
 ENDING = """\
 ## Run it again
