@@ -180,9 +180,9 @@ ENTRY = Entry(
         "asked for: FedAvg's rounds over Mime's are 0.5 to 70%, 0.8 to 75%, 1.1 to 80% and 1.7 to 82%, each at its "
         "fastest rate and beta, and 1.5 to FedAvg's final accuracy. Mime is slower at first and ahead later; it ends "
         "at 84.4%, FedAvg at 83.2%. An earlier run with 10 clients, batches of 20 and 600 rounds gave 1.34, so cohort "
-        "and batch size are not the cause. What is left: 300 writers instead of 3,400. A writer takes part 67 times "
-        "here, 6 times in the paper, and perhaps drift costs FedAvg less here. The paper does not say at which "
-        "accuracy it measured its factor.",
+        "and batch size are not the cause. A known difference is left: 300 writers instead of 3,400. A writer takes "
+        "part 67 times here, 6 times in the paper, and perhaps drift costs FedAvg less here. The paper does not say "
+        "at which accuracy it measured its factor.",
         "beta 0.9 is the best for Mime, as in the paper, and worth 1.3 points. Server momentum does not help FedAvg "
         "here: its best has none, 0.6 points above that with 0.9.",
         "FedAvg at rate 10^-0.5 collapses to 8% before the end, with and without momentum.",
