@@ -189,7 +189,8 @@ def draw(
     """Our accuracies next to the paper's, and accuracy over client rates.
 
     others: results by method for each other reading of the paper. If ``results`` have one client rate each, as those of
-        an earlier page have, the curves over client rates are those of the reading with the most methods.
+        an earlier page have, the curves over client rates are those of the reading with the most methods (the last one
+        of equals).
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -222,7 +223,7 @@ def draw(
     dashes = {"FedAvg": ":", "MimeLite": "--", "Mime": "-"}
     curves, of = results, ""
     if others and all(len(result["points"]) == 1 for result in results.values()):
-        of = max(others, key=lambda reading: len(others[reading]))
+        of = max(list(others)[::-1], key=lambda reading: len(others[reading]))
         curves = others[of]
     right.set_title(of, fontsize=9, loc="left")
     for name, result in curves.items():
