@@ -206,16 +206,16 @@ def package(folder, name, points, code=None, module=None):
 
 @pytest.fixture
 def fedexp_package(tmp_path, monkeypatch, forget):
-    package(tmp_path / "site", "fedexp_method", [("fedbraid.algorithms", "fedexp = fedexp_method:fedexp")])
+    package(tmp_path / "site", "fedexp_method", [("fedbraid.algorithms", "my_fedexp = fedexp_method:fedexp")])
     monkeypatch.syspath_prepend(tmp_path / "site")
     return tmp_path / "site"
 
 
 def test_an_installed_algorithm_goes_through_every_command(tmp_path, fedexp_package):
     """Run, report, cost, explain, sweep, compare, deploy: with no edit of the library; it logs its step."""
-    place = config(tmp_path, SMALL.replace("NAME", "fedexp"))
+    place = config(tmp_path, SMALL.replace("NAME", "my_fedexp"))
     shown = invoke("run", place, "--out", tmp_path / "run").stderr
-    assert "code that is not fedbraid's: algorithm fedexp from fedexp_method 1.0" in shown.splitlines()[0]
+    assert "code that is not fedbraid's: algorithm my_fedexp from fedexp_method 1.0" in shown.splitlines()[0]
     import pyarrow.parquet as pq
 
     steps = pq.read_table(tmp_path / "run" / "metrics.parquet")["train/step"].to_numpy()
@@ -229,12 +229,12 @@ def test_an_installed_algorithm_goes_through_every_command(tmp_path, fedexp_pack
     assert cost["up"] == cost["model_bytes"] + 4
     assert json.loads(invoke("run", place, "--explain", "--json").stdout)["plan"]
     invoke("sweep", place, "--over", "algorithm.client_lr=[0.05, 0.1]", "--out", tmp_path / "sweep")
-    text = SMALL.replace('name = "NAME"\n', "") + '[[methods]]\nname = "fedexp"\n'
+    text = SMALL.replace('name = "NAME"\n', "") + '[[methods]]\nname = "my_fedexp"\n'
     both = config(tmp_path, text + "[compare]\nseeds = 1\n")
     invoke("compare", both, "--out", tmp_path / "compare")
     listed = json.loads(invoke("list", "algorithms", "--json").stdout)["algorithms"]
-    assert {row["name"]: row["from"] for row in listed}["fedexp"] == "fedexp_method 1.0"
-    config(tmp_path, SMALL.replace("NAME", "fedexp"))
+    assert {row["name"]: row["from"] for row in listed}["my_fedexp"] == "fedexp_method 1.0"
+    config(tmp_path, SMALL.replace("NAME", "my_fedexp"))
     invoke("deploy", "init", tmp_path / "app", place)
     project = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())
     assert "fedexp_method==1.0" in project["project"]["dependencies"]

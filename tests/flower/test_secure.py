@@ -275,7 +275,7 @@ def test_all_other_algorithms_and_transforms_are_carried():
             continue
         for exchange, message in zip(alg.exchanges, message_shapes(alg, start(), data_shapes(SPLIT)), strict=True):
             check_leaves(summand_of(exchange, message.up, message.metrics).lifted, name)
-    assert refused == {"median", "trimmed_mean", "geometric_median", "krum", "multi_krum", "norm_bound"}
+    assert refused == {"median", "trimmed_mean", "geometric_median", "krum", "multi_krum", "norm_bound", "afl"}
 
 
 def test_evaluations_on_clients_are_not_masked_which_is_said():

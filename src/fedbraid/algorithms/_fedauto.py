@@ -141,7 +141,7 @@ def measured_step(gradient: Any, y: PyTree, caution: Any, known: Smoothness) -> 
 def server_direction(m: PyTree, v: PyTree, tau: Any) -> PyTree:
     """m / (sqrt(v) + tau rms(sqrt(v))), with the length of m; 0 if m is 0.
 
-    >>> server_direction(jnp.array([3.0, 4.0]), jnp.array([9.0, 16.0]), 0.0).round(3).tolist()
+    >>> [round(float(p), 3) for p in server_direction(jnp.array([3.0, 4.0]), jnp.array([9.0, 16.0]), 0.0)]
     [3.536, 3.536]
     """
     size = sum(leaf.size for leaf in jax.tree.leaves(v))
@@ -156,7 +156,7 @@ def server_direction(m: PyTree, v: PyTree, tau: Any) -> PyTree:
 def agreement(a: PyTree, b: PyTree) -> Any:
     """The cosine of the angle between two models; 0 if one is 0.
 
-    >>> float(agreement(jnp.array([3.0, 4.0]), jnp.array([0.0, 2.0])).round(3))
+    >>> round(float(agreement(jnp.array([3.0, 4.0]), jnp.array([0.0, 2.0]))), 3)
     0.8
     """
     lengths = norm(a) * norm(b)

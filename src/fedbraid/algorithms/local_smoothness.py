@@ -54,7 +54,7 @@ def delta_sgd_steps(learning_rate: Any = 0.2, gamma: Any = 2.0, delta: Any = 0.1
     ...     update, state = opt.update(4 * x, state, x)
     ...     x, rates = x + update, [*rates, round(float(state.eta), 4)]
     >>> rates  # 0.1; sqrt(1.1) 0.1; sqrt(1 + 0.1 sqrt(1.1)) sqrt(1.1) 0.1
-    [0.1, 0.1049, 0.1103]
+    [0.1, 0.1049, 0.1102]
     """
     check_number("delta_sgd.gamma", gamma, low=0, open_low=True)
     check_number("delta_sgd.delta", delta, low=0)

@@ -311,7 +311,7 @@ def worst_case_command(
     as_json: Json = False,
 ) -> None:
     """The exact worst case of a method over all smooth convex clients; without --algorithm, of all beside theorems."""
-    from fedbraid.theory.published_rates import Comparison, compare, compare_rates, rates_figure
+    from fedbraid.theory.published_rates import Comparison, compare, compare_rates
 
     common = {"mu": mu, "smoothness": smoothness, "clients": clients}
     if algorithm:
@@ -323,7 +323,7 @@ def worst_case_command(
         rows = compare_rates(**common)
     result: dict[str, Any] = {"rows": [{**dataclasses.asdict(row), "lost": row.lost} for row in rows]}
     if out is not None:
-        from fedbraid.theory.figures import save
+        from fedbraid.theory.figures import rates_figure, save
 
         result["picture"] = str(save(rates_figure(**common), out))
     if as_json:

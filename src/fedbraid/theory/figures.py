@@ -6,9 +6,10 @@ Okabe and Ito, which colour-blind readers can distinguish. Line styles also diff
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -43,6 +44,7 @@ __all__ = [
     "fixed_point_figure",
     "frontier_figure",
     "panels",
+    "rates_figure",
     "save",
 ]
 
@@ -284,3 +286,52 @@ def _frame(ax: Axes, title: str) -> None:
     ax.set_aspect("equal")
     ax.grid(alpha=0.3)
     ax.legend(fontsize=7.5, loc="upper right")
+
+
+def rates_figure(*, mu: float = 0.1, smoothness: float = 1.0, clients: int = 2, points: int = 13) -> Figure:
+    """Four panels over the client's step size: FedAvg, FedProx, FedSplit, and the corrected methods."""
+    from matplotlib.figure import Figure
+
+    from fedbraid.theory.published_rates import compare
+    from fedbraid.theory.worst_case import worst_case
+
+    L = smoothness
+    figure = Figure(figsize=(10, 7.2), layout="constrained")
+    axes = figure.subplots(2, 2).ravel()
+    common: dict[str, Any] = {"clients": clients, "smoothness": L}
+    shown: list[tuple[str, str, str, tuple[float, float], dict[str, Any], str]] = [
+        ("FedAvg, K = 2, two rounds, zeta = L", "fedavg", "mean gap", (0.02 / L, 0.25 / L),
+         {"steps": 2, "rounds": 2, "zeta": L}, "mean gap of the loss, F - F*"),
+        ("FedProx", "fedprox", "contraction", (0.1 / L, 100 / L), {"mu": mu}, "contraction a round"),
+        ("FedSplit", "fedsplit", "contraction", (0.1 / L, 100 / L), {"mu": mu}, "contraction a round"),
+    ]  # fmt: skip
+    for axis, (title, method, measure, (low, high), setting, label) in zip(axes, shown, strict=False):
+        grid = np.geomspace(low, high, points)
+        rows = [compare(method, measure, client_lr=float(lr), **common, **setting) for lr in grid]
+        axis.plot(grid, [row.exact for row in rows], color=COLOURS[0], marker="o", ms=4, label="exact worst case")
+        axis.plot(grid, [row.published for row in rows], color=COLOURS[1], ls=DASHES[1], label=rows[0].theorem)
+        _label_rates(axis, title, "prox step s" if method != "fedavg" else "client step size", label)
+    axes[0].set(xscale="linear", yscale="log")
+    grid = np.geomspace(0.05 / L, 6.0 / L, 2 * points)
+    for i, (method, steps) in enumerate([("mime", 1), ("mime", 2), ("mime", 3)]):
+        values = [
+            worst_case(
+                method, client_lr=float(lr / steps), steps=steps, mu=mu, zeta=math.inf, measure="gap factor", **common
+            ).certified
+            for lr in grid
+        ]
+        axes[3].plot(grid, values, color=COLOURS[i], ls=DASHES[i], label=f"exact, K = {steps}")
+    axes[3].plot([1 / (6 * L)], [1 - mu / (6 * L)], "x", color="black", ms=8, label="FedLin, Theorem 1")
+    axes[3].set_ylim(0.2, 1.1)
+    _label_rates(axes[3], "MimeSGD (SCAFFOLD's first round)", "client step size times K", "factor of F - F* in a round")
+    figure.suptitle(f"Exact worst cases over all clients with mu = {mu:g}, L = {L:g} ({clients} clients)", fontsize=11)
+    return figure
+
+
+def _label_rates(axis: Axes, title: str, x: str, y: str) -> None:
+    axis.set_xscale("log")
+    axis.set_title(title, fontsize=10)
+    axis.set_xlabel(x)
+    axis.set_ylabel(y)
+    axis.legend(fontsize=8)
+    axis.grid(alpha=0.3)

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from fedbraid.drawing import COLOURS, DASHES
 from fedbraid.theory.bounds import fedavg_bound
 from fedbraid.theory.splitting import contraction
 from fedbraid.theory.worst_case import WorstCase, worst_case
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-__all__ = ["Comparison", "compare_rates", "published_rate", "rates_figure"]
+__all__ = ["Comparison", "compare", "compare_rates", "published_rate"]
 
 FEDLIN = "Mitra et al. 2021 (FedLin), Theorem 1"
 
@@ -115,49 +109,3 @@ def compare(method: str, measure: Any, **setting: Any) -> Comparison:
     known = published_rate(method, measure, **setting)
     published, theorem = known or (None, "none with explicit constants")
     return Comparison(method, measure, setting, exact.certified, published, theorem)
-
-
-def rates_figure(*, mu: float = 0.1, smoothness: float = 1.0, clients: int = 2, points: int = 13) -> Figure:
-    """Four panels over the client's step size: FedAvg, FedProx, FedSplit, and the corrected methods."""
-    from matplotlib.figure import Figure
-
-    L = smoothness
-    figure = Figure(figsize=(10, 7.2), layout="constrained")
-    axes = figure.subplots(2, 2).ravel()
-    common = {"clients": clients, "smoothness": L}
-    shown = [
-        ("FedAvg, K = 2, two rounds, zeta = L", "fedavg", "mean gap", (0.02 / L, 0.25 / L),
-         {"steps": 2, "rounds": 2, "zeta": L}, "mean gap of the loss, F - F*"),
-        ("FedProx", "fedprox", "contraction", (0.1 / L, 100 / L), {"mu": mu}, "contraction a round"),
-        ("FedSplit", "fedsplit", "contraction", (0.1 / L, 100 / L), {"mu": mu}, "contraction a round"),
-    ]  # fmt: skip
-    for axis, (title, method, measure, (low, high), setting, label) in zip(axes, shown, strict=False):
-        grid = np.geomspace(low, high, points)
-        rows = [compare(method, measure, client_lr=float(lr), **common, **setting) for lr in grid]
-        axis.plot(grid, [row.exact for row in rows], color=COLOURS[0], marker="o", ms=4, label="exact worst case")
-        axis.plot(grid, [row.published for row in rows], color=COLOURS[1], ls=DASHES[1], label=rows[0].theorem)
-        _finish(axis, title, "prox step s" if method != "fedavg" else "client step size", label)
-    axes[0].set(xscale="linear", yscale="log")
-    grid = np.geomspace(0.05 / L, 6.0 / L, 2 * points)
-    for i, (method, steps) in enumerate([("mime", 1), ("mime", 2), ("mime", 3)]):
-        values = [
-            worst_case(
-                method, client_lr=float(lr / steps), steps=steps, mu=mu, zeta=math.inf, measure="gap factor", **common
-            ).certified
-            for lr in grid
-        ]
-        axes[3].plot(grid, values, color=COLOURS[i], ls=DASHES[i], label=f"exact, K = {steps}")
-    axes[3].plot([1 / (6 * L)], [1 - mu / (6 * L)], "x", color="black", ms=8, label="FedLin, Theorem 1")
-    axes[3].set_ylim(0.2, 1.1)
-    _finish(axes[3], "MimeSGD (SCAFFOLD's first round)", "client step size times K", "factor of F - F* in a round")
-    figure.suptitle(f"Exact worst cases over all clients with mu = {mu:g}, L = {L:g} ({clients} clients)", fontsize=11)
-    return figure
-
-
-def _finish(axis: Any, title: str, x: str, y: str) -> None:
-    axis.set_xscale("log")
-    axis.set_title(title, fontsize=10)
-    axis.set_xlabel(x)
-    axis.set_ylabel(y)
-    axis.legend(fontsize=8)
-    axis.grid(alpha=0.3)
