@@ -13,11 +13,12 @@ from federations import BY_NAME
 HALVES = ("design", "held out")
 DEFAULT, ADVICE, SELF = "defaults: fedavg", "advice", "self: "
 INTRODUCTION = """\
-# Settings that nobody tuned: the benchmark
+# Benchmark of settings without tuning
 
-What does a federation lose if nobody tunes it? Sixteen federations, from least squares to a small CNN and an LSTM, are
-run with the library's defaults, with the advice of `fedbraid advise` and with methods that tune themselves. Each is
-compared with the best of six tuned methods. `benchmarks/advice` makes the federations, runs them and writes this page.
+How many more rounds does a federation need if its rates are not tuned? Sixteen federations, from least squares to a
+small CNN and an LSTM, are run with the library's defaults, with the advice of `fedbraid advise` and with methods that
+tune themselves. Each is compared with the best of six tuned methods. `benchmarks/advice` makes the federations, runs
+them and writes this page.
 
 **What to read**: a *ratio* is the number of rounds that a setting needs, divided by the rounds of the best tuned
 method of that federation. 1.0 is as good as a full sweep, below 1 is better, 10 also stands for "not reached".

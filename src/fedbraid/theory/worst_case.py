@@ -298,13 +298,11 @@ def _contraction(chosen: _Method, setting: _Setting, rounds: int, mu: float, smo
     """
     federation = _Federation(setting.clients, mu, smoothness, 0.0)
     start = [federation.vector() for _ in range(setting.clients if chosen.round is _fedsplit else 1)]
-    other = [federation.minimizer] * len(start)
-    ends = [_after(chosen, federation, setting, start, rounds), other]
-    if chosen.round is _fedavg:
-        federation = _Federation(setting.clients, mu, smoothness, 0.0)
-        federation.seen = [[] for _ in range(setting.clients)]
-        start = [federation.vector()]
-        ends = [_after(chosen, federation, setting, points, rounds) for points in (start, other)]
+    other, leaves = [federation.minimizer] * len(start), chosen.round is _fedavg
+    if leaves:
+        federation.seen = [[] for _ in range(setting.clients)]  # no client's gradient is known at the origin
+    ends = [_after(chosen, federation, setting, start, rounds)]
+    ends.append(_after(chosen, federation, setting, other, rounds) if leaves else other)
     before, after = (
         sum((np.outer(a - b, a - b) for a, b in zip(*pair, strict=True)), np.zeros((federation.capacity,) * 2))
         for pair in ((start, other), ends)

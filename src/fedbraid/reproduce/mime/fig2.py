@@ -235,8 +235,7 @@ ENTRY = Entry(
         "Equation (5) reduces the bias but does not remove it: each local gradient keeps the weight 1 - beta. Mime's "
         "correction removes it when all clients take part.",
         "The row outside of its band: at the rate 0.3 of the sketch, server momentum as a moving average makes FedAvg "
-        "need more than twice as many rounds. It speeds up only shorter steps; the last note has the ratio at five "
-        "rates, and a check of our own the smallest of them. The paper has no numbers, and does not say for which "
-        "rates it means its sentence.",
+        "need more than twice as many rounds. Momentum helps only at smaller rates: the last note lists the ratio at "
+        "five rates, and one of our own checks is the smallest ratio. The paper gives no numbers and no rate.",
     ),
 )
