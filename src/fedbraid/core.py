@@ -202,7 +202,8 @@ class Algorithm(NamedTuple):
     init: Callable  # (params) -> server
     init_client: Callable  # (params) -> client_state, () when stateless
     exchanges: tuple[Exchange, ...]
-    params: Callable  # (server) -> params to evaluate
+    params: Callable  # (server) -> the global model's params
+    personal: Callable | None = None  # (server, client_state) -> params this client uses; None: the global ones
 
     def __repr__(self) -> str:
         """The exchanges of a round, by name; nothing is computed."""
@@ -217,7 +218,7 @@ class Algorithm(NamedTuple):
             'stroke="#0072B2" stroke-width="1.6"/>'
             for i, exchange in enumerate(self.exchanges)
         ]
-        across = wide * max(len(self.exchanges), 1)
+        across = wide * max(len(parts), 1)
         bars = "".join(
             f'<rect x="1" y="{y}" width="{across - 2}" height="26" rx="5" fill="none" stroke="currentColor"/>'
             f'<text x="{across / 2}" y="{y + 17}" text-anchor="middle">{name}</text>'
@@ -444,7 +445,10 @@ def message_shapes(alg: Algorithm, params: PyTree, data: PyTree) -> tuple[Messag
     key = jax.eval_shape(lambda: jax.random.key(0))
     server = _shapes("init", alg.init, params)
     state = _shapes("init_client", alg.init_client, params)
-    _must_match("params(server)", jax.eval_shape(lambda p: p, params), _shapes("params", alg.params, server))
+    given = jax.eval_shape(lambda p: p, params)
+    _must_match("params(server)", given, _shapes("params", alg.params, server))
+    if alg.personal is not None:
+        _must_match("personal(server, client_state)", given, _shapes("personal", alg.personal, server, state))
     if not alg.exchanges:
         raise StructureError("an algorithm needs at least one exchange")
     if alg.exchanges[0].cohort == "same":

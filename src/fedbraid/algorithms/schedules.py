@@ -116,11 +116,17 @@ def over_rounds(make: Callable[..., Algorithm], values: Mapping[str, Callable[[A
             receive=receive,
         )
 
+    def personal(server: Scheduled, state: Any) -> Any:
+        of_round = at(server.round).personal
+        assert of_round is not None
+        return of_round(server.server, state)
+
     return Algorithm(
         init=lambda params: Scheduled(first.init(params), jnp.int32(0)),
         init_client=first.init_client,
         exchanges=tuple(exchange(i, plain) for i, plain in enumerate(first.exchanges)),
         params=lambda server: first.params(server.server),
+        personal=first.personal and personal,
     )
 
 

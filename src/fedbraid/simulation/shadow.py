@@ -198,7 +198,7 @@ def _recorder(alg: Algorithm, index: int, which: int, split: Split, like: Any) -
         return exchange._replace(client=map_report(inner, keep_record), reconcile=reconcile)
 
     exchanges = tuple(wrapped(i, exchange) for i, exchange in enumerate(alg.exchanges))
-    return alg._replace(init_client=init_client, exchanges=exchanges)
+    return alg._replace(init_client=init_client, exchanges=exchanges, personal=None)  # states here are not the method's
 
 
 def _recording_work(work: LocalWork, which: int, blank: Any) -> LocalWork:

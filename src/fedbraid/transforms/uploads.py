@@ -127,11 +127,13 @@ def extend_server(alg: Algorithm, first: Callable[[PyTree], PyTree]) -> Algorith
             receive=receive,
         )
 
+    personal = alg.personal
     return Algorithm(
         init=lambda params: Extended(alg.init(params), first(params)),
         init_client=alg.init_client,
         exchanges=tuple(map(extend, alg.exchanges)),
         params=lambda server: alg.params(server.inner),
+        personal=personal and (lambda server, state: personal(server.inner, state)),
     )
 
 
@@ -152,9 +154,11 @@ def extend_client(alg: Algorithm, first: Callable[[PyTree], PyTree]) -> Algorith
             reconcile=reconcile,
         )
 
+    personal = alg.personal
     return alg._replace(
         init_client=lambda params: Extended(alg.init_client(params), first(params)),
         exchanges=tuple(map(extend, alg.exchanges)),
+        personal=personal and (lambda server, state: personal(server, state.inner)),
     )
 
 
