@@ -53,8 +53,9 @@ FEDERATIONS = (
 class Method:
     """An algorithm with fixed options and the grid of `POINTS` settings that it is tuned over.
 
-    local: how its clients work: "batches" (the federation's batch size and epochs), "steps" (the federation's batch
-    size and the steps of a client of mean size, for methods that need the same number on all clients), or "own".
+    local: how its clients work: "batches" (the federation's batch size and epochs); "steps" and "solver" (its batch
+    size, and the local steps of a client of mean size, for methods that need the same number on all clients); "full"
+    (that number of steps, with all examples); or "own" (the method's defaults).
     """
 
     name: str
@@ -91,7 +92,9 @@ METHODS = (
     Method("minibatch_sgd", {"lr": WIDE}),
     Method("fedsgd", {"server_lr": RATES}),
     Method("fedac", _two("strong_convexity", [0.01, 0.03, 0.1], "logspace(-2, 0.5, 6)"), local="steps"),
-    Method("fedsplit", {"step": "logspace(-2, 1.4, 18)"}, {"prox": "backtracking"}, "own"),
+    Method(
+        "fedsplit", _two("prox_lr", [0.03, 0.1, 0.3], SIX, "step"), {"prox": "stochastic", "prox_lr": 0.1}, "solver"
+    ),
     Method("q_fedavg", _two("q", [0.1, 1.0, 5.0])),
     Method("feddog", {"initial": "logspace(-6, -0.9, 18)"}),
     Method("delta_sgd", _two("delta", [0.01, 0.1, 1.0])),
@@ -101,8 +104,8 @@ METHODS = (
     Method("mimelite_mvr", _two("a", [0.03, 0.1, 0.3])),
     Method("server_only", {"lr": WIDE}, MOMENTUM, "own"),
     Method("server_only_mvr", _two("a", [0.03, 0.1, 0.3], SIX_WIDE, "lr"), local="own"),
-    Method("fedgd", {"step": RATES}, local="own"),
-    Method("fedprox_exact", {"step": "logspace(-2, 1.4, 18)"}, {"prox": "backtracking"}, "own"),
+    Method("fedgd", {"step": RATES}, local="full"),
+    Method("fedprox_exact", {"step": "logspace(-2, 1.4, 18)"}, {"prox": "backtracking", "local_steps": 4}, "own"),
     Method("afl", _two("lambda_lr", [0.01, 0.1, 1.0], SIX_WIDE, "lr"), local="own"),
 )
 """In the order in which cells run: the most used first."""
@@ -130,22 +133,16 @@ def cells() -> list[tuple[str, str]]:
 
 def comparison_tree(federation: str, method: str, data: Path, *, rounds: int | None = None) -> dict[str, Any]:
     """The cell as a comparison of one method, as `fedbraid compare` reads it from a TOML file."""
-    from federations import BY_NAME, config_tree, load
+    from federations import config_tree
 
-    here, how, settings = BY_NAME[federation], BY_METHOD[method], BY_FEDERATION[federation]
+    how, settings = BY_METHOD[method], BY_FEDERATION[federation]
     tree = config_tree(federation, data)
-    local = {} if how.local == "own" else dict(here.local)
-    if how.local == "steps":
-        sizes = load(which=federation, folder=str(data)).train.sizes
-        local["steps"] = max(1, round(float(sizes.mean()) * local.pop("epochs") / local["batch_size"]))
-    if method == "minibatch_sgd":
-        local.pop("epochs")
     return tree | {
         "rounds": rounds or settings.rounds,
         "algorithm": {},
         "engine": {"devices": 1},
         "evaluation": {"every": EVERY},
-        "methods": [{"name": method, **how.options, **local, "over": how.over}],
+        "methods": [{"name": method, **how.options, **_local(federation, how, data), "over": how.over}],
         "compare": {
             "metric": settings.metric,
             "target": settings.target,
@@ -156,3 +153,19 @@ def comparison_tree(federation: str, method: str, data: Path, *, rounds: int | N
         },
         "sweep": {"seeds": 1},
     }
+
+
+def _local(federation: str, method: Method, data: Path) -> dict[str, Any]:
+    """The options of the clients' work."""
+    from federations import BY_NAME, load
+
+    epochs, batch = (BY_NAME[federation].local[key] for key in ("epochs", "batch_size"))
+    if method.local == "own":
+        return {}
+    if method.local == "batches":
+        return {"batch_size": batch} if method.name == "minibatch_sgd" else {"batch_size": batch, "epochs": epochs}
+    mean = float(load(which=federation, folder=str(data)).train.sizes.mean())
+    steps = max(1, round(mean * epochs / batch))
+    if method.local == "steps":
+        return {"batch_size": batch, "steps": steps}
+    return {"local_steps": steps} | ({} if method.local == "full" else {"batch_size": batch})
