@@ -13,6 +13,7 @@ import numpy as np
 import plan
 from federations import load
 
+import record
 from fedbraid import algorithms
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.experiment.assembly import assemble
@@ -23,7 +24,7 @@ from fedbraid.testing.reference import interpret
 
 
 def measure(federation: str, method: str, data: Path, *, rounds: int | None = None) -> dict[str, Any]:
-    """The numbers of a cell. They depend on the arguments only, except ``seconds``."""
+    """The numbers of a cell. They depend on the arguments only, except ``seconds`` and ``about``."""
     import tomli_w
 
     began = time.perf_counter()
@@ -37,7 +38,7 @@ def measure(federation: str, method: str, data: Path, *, rounds: int | None = No
         cell |= _numbers(row, finals, f"test_{plan.BY_FEDERATION[federation].metric}")
         cell["passes"] = passes(config, load(which=federation, folder=str(data)))
     jax.clear_caches()
-    return cell | {"seconds": round(time.perf_counter() - began, 1)}
+    return cell | {"seconds": round(time.perf_counter() - began, 1), "about": record.about()}
 
 
 def _numbers(row: dict[str, Any], finals: list[Final], metric: str) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ADVICE = Path(__file__).resolve().parents[1] / "advice"
-sys.path.insert(0, str(ADVICE))  # federations.py, prepare.py
+BENCHMARKS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "advice")]  # record.py; federations.py and prepare.py
 
 POINTS = 18  # settings that each method may try
 TEST_SEEDS = 3
