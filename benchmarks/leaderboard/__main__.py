@@ -165,11 +165,11 @@ def main() -> None:
     elif given.work:
         work(given)
     elif given.collect:
-        from page import collect
+        from board import collect
 
         print(collect(given.collect, DOCS))
     else:
-        from page import write_page
+        from board import write_page
 
         write_page(DOCS)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "advice")]  # record.py; federations.py and prepare.py
+sys.path += [str(BENCHMARKS), str(BENCHMARKS / "advice")]  # record.py; federations.py and prepare.py
 
 POINTS = 18  # settings that each method may try
 TEST_SEEDS = 3
@@ -88,6 +88,12 @@ METHODS = (
     Method("fedadagrad", _two("server_lr", [0.05, 0.25, 1.0])),
     Method("fedauto", {"caution": [0.1, 0.2, 0.35, 0.5, 0.75, 1.0], "server_lr": [1.0, 2.5, 5.0]}),
     Method("fedexp", ONE_RATE),
+    Method("fedcm", _two("alpha", [0.05, 0.1, 0.3])),
+    Method("fedsam", _two("rho", [0.01, 0.05, 0.2])),
+    Method("mofedsam", _two("rho", [0.01, 0.05, 0.2])),
+    Method("fedacg", _two("lam", [0.5, 0.7, 0.85])),
+    Method("feddc", _two("alpha", [0.01, 0.1, 1.0])),
+    Method("fedspeed", _two("lam", [1.0, 10.0, 100.0])),
     Method("diloco", _two("server_lr", [0.3, 0.7, 1.0], "logspace(-3.5, -1, 6)")),
     Method("minibatch_sgd", {"lr": WIDE}),
     Method("fedsgd", {"server_lr": RATES}),
@@ -118,6 +124,7 @@ LEFT_OUT = {
     "meta_minibatch_prox": "fedprox with equal weights, for models that clients adapt",
     "fomaml": "its model is meant to be adapted by each client",
     "maml": "its model is meant to be adapted by each client",
+    "moon": "needs a network with a layer of features",
     "pfnm": "for networks with one hidden layer and few rounds",
 }
 """Algorithms of the library that the leaderboard does not measure, with the reason."""
@@ -127,8 +134,11 @@ BY_METHOD = {method.name: method for method in METHODS}
 
 
 def cells() -> list[tuple[str, str]]:
-    """All cells, in the order in which they run: for every method all federations."""
-    return [(federation.name, method.name) for method in METHODS for federation in FEDERATIONS]
+    """All cells, in the order in which they run: for every method of the installed library all federations."""
+    from fedbraid.algorithms import ALGORITHMS
+
+    methods = [method.name for method in METHODS if method.name in ALGORITHMS]
+    return [(federation.name, name) for name in methods for federation in FEDERATIONS]
 
 
 def comparison_tree(federation: str, method: str, data: Path, *, rounds: int | None = None) -> dict[str, Any]:

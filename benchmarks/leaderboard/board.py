@@ -173,6 +173,7 @@ def page(board: Board) -> str:
     parts = [intro, "## All methods\n", _summary_table(rows, len(found)), rules]
     parts += ["## Each federation\n", *(_federation_part(name, cells) for name, cells in found.items())]
     left = [f"- `{name}`: {why}" for name, why in plan.LEFT_OUT.items()]
+    left.append("- methods for personal models: the page is about one model for all clients")
     parts += ["## Methods that are not measured\n", "\n".join(left) + "\n", ENDING.format(**board["about"])]
     return "\n".join(parts)
 
@@ -245,7 +246,7 @@ def draw(board: Board, path: Path) -> None:
     methods, names = [row["method"] for row in rows], list(found)
     places = {name: ranks(cells, plan.BY_FEDERATION[name].metric) for name, cells in found.items()}
     last = len(methods)
-    matplotlib.rcParams["svg.hashsalt"] = "leaderboard"
+    matplotlib.rcParams |= {"svg.hashsalt": "leaderboard", "svg.fonttype": "none"}
     figure = Figure(figsize=(1.6 + 1.15 * len(names), 1.3 + 0.27 * last), layout="constrained")
     axis = figure.add_subplot()
     shade = [[places[name].get(method, float("nan")) for name in names] for method in methods]
