@@ -57,7 +57,7 @@ def between(text: str, name: str, new: str) -> str:
     """A page with the part between the markers of ``name`` replaced.
 
     >>> between("a <!-- speed --> old <!-- end of speed --> b", "speed", "new")
-    'a <!-- speed -->\\\\nnew\\\\n<!-- end of speed --> b'
+    'a <!-- speed -->\\nnew\\n<!-- end of speed --> b'
     """
     first, last = f"<!-- {name} -->", f"<!-- end of {name} -->"
     if text.count(first) != 1 or text.count(last) != 1:

@@ -1,5 +1,6 @@
 """The leaderboard: its page says what its data says, every method is listed, and a cell repeats to the same numbers."""
 
+import doctest
 import importlib
 import importlib.util
 import sys
@@ -38,6 +39,12 @@ def test_all_methods_have_the_same_budget(bench):
     for method in plan.METHODS:
         space = {key: over(key, given) for key, given in method.over.items()}
         assert len(grid(space)) == plan.POINTS, method.name
+
+
+def test_examples_in_docstrings(bench):
+    found = doctest.testmod(bench("board"))
+    assert found.attempted
+    assert not found.failed
 
 
 def test_ranks_follow_the_direction_of_the_metric(bench):
