@@ -51,7 +51,7 @@ from fedbraid.sealed import Damaged, read_sealed, seal_json
 from fedbraid.simulation.points import Points, PointsResult
 from fedbraid.version import __version__
 
-__all__ = ["run_comparison"]
+__all__ = ["Final", "measure_method", "run_comparison"]
 
 TRIALS, SUMMARY, PICTURE, DRIFT = "trials.parquet", "summary.json", "compare.png", "drift.json"
 BASELINE_ROWS = "baselines.json"
@@ -195,12 +195,32 @@ def _lab(
         raise ConfigError(f"method {comparison.methods[i].label!r}: {error}") from None
 
 
-def _method_row(
-    comparison: Comparison, setup: _Setup, i: int, tuned: Mapping[str, Any], folder: Path, tell: Callable | None
-) -> dict[str, Any]:
-    """Run and test method ``i`` with its tuned values; returns its row of the summary."""
+def measure_method(comparison: Comparison, i: int = 0) -> tuple[dict[str, Any], list[Final], Config | None]:
+    """Tune, run and test method ``i`` without a folder: nothing is written.
+
+    Returns the method's row of the summary, its runs, and its tuned configuration. If every point diverged, there are
+    no runs and no configuration.
+    """
+    setup = _set_up(comparison)
+    lab, seeds = setup.labs[i], range(comparison.base.seed, comparison.base.seed + comparison.settings.seeds)
+    tuned = UNTUNED if lab is None else tune(lab, Trials(None))
+    row = _tuned_row(comparison, setup, i, tuned)
+    if tuned["best"] is None:
+        return row, [], None
+    config = with_values(setup.configs[i], tuned["best"])
+    program = points_program(config, setup.data, (), points=1, seeds=seeds, test=setup.data.test)
+    finals = []
+    for seed in seeds:
+        outcome = program.run([{}], seed=seed, rounds=config.rounds)
+        clients = {name: column[0] for name, column in outcome.clients.items()}
+        finals.append(Final(seed, _table_of(outcome), clients, bool(outcome.diverged[0])))
+    return row | _statistics(finals, setup.criterion), finals, config
+
+
+def _tuned_row(comparison: Comparison, setup: _Setup, i: int, tuned: Mapping[str, Any]) -> dict[str, Any]:
+    """What the row of method ``i`` says before its runs."""
     method, lab, costs, config = comparison.methods[i], setup.labs[i], setup.costs[i], setup.configs[i]
-    row: dict[str, Any] = {
+    return {
         "label": method.label,
         "algorithm": method.name,
         "cohort": setup.data.train.num_clients if config.cohort == "all" else config.cohort,
@@ -211,11 +231,17 @@ def _method_row(
         "at_edge": tuned["at_edge"],
         "trials": tuned["trials"],
         "trials_diverged": tuned["diverged"],
-        "folder": folder.name,
     }
+
+
+def _method_row(
+    comparison: Comparison, setup: _Setup, i: int, tuned: Mapping[str, Any], folder: Path, tell: Callable | None
+) -> dict[str, Any]:
+    """Run and test method ``i`` with its tuned values; returns its row of the summary."""
+    row = _tuned_row(comparison, setup, i, tuned) | {"folder": folder.name}
     if tuned["best"] is None:
         return row
-    best = with_values(config, tuned["best"])
+    best = with_values(setup.configs[i], tuned["best"])
     row |= _statistics(_finals(best, setup.data, comparison, folder, tell), setup.criterion)
     if comparison.settings.drift and read_drift(folder) is None:
         traced = trace_drift(best, setup.data, comparison.settings.drift)
@@ -283,11 +309,7 @@ def _write_run(
     """Write the run folder of an outcome with one point."""
     place.mkdir(parents=True, exist_ok=True)
     runfolder.write_config(place, config)
-    history = {name: column[0] for name, column in outcome.history.items()}
-    at = outcome.evaluations["round"]
-    evaluations = {n: c if n == "round" else c[0] for n, c in outcome.evaluations.items()}
-    table = runfolder.columns(history, evaluations, outcome.rounds)
-    table["seconds"] = np.interp(table["round"], [0, *at], [0.0, *outcome.seconds])
+    table, evaluations = _table_of(outcome), _evaluations_of(outcome)
     runfolder.write_metrics(place, table)
     runfolder.write_clients(place, {name: column[0] for name, column in outcome.clients.items()}, data.test)
     summary = summarize_run(
@@ -302,6 +324,18 @@ def _write_run(
         out=str(place),
     )
     runfolder.write_summary(place, summary)
+
+
+def _evaluations_of(outcome: PointsResult) -> dict[str, np.ndarray]:
+    return {n: c if n == "round" else c[0] for n, c in outcome.evaluations.items()}
+
+
+def _table_of(outcome: PointsResult) -> dict[str, np.ndarray]:
+    """The columns of an outcome with one point, one row per round."""
+    history = {name: column[0] for name, column in outcome.history.items()}
+    table = runfolder.columns(history, _evaluations_of(outcome), outcome.rounds)
+    table["seconds"] = np.interp(table["round"], [0, *outcome.evaluations["round"]], [0.0, *outcome.seconds])
+    return table
 
 
 def _statistics(finals: Sequence[Final], criterion: Criterion) -> dict[str, Any]:
