@@ -81,7 +81,7 @@ def resnet18_gn(
             x = jax.nn.relu(y + (unit(block["shortcut"], x, step) if "shortcut" in block else x))
         return last.shape(dense(params["dense"], x.mean((1, 2))))
 
-    return supervised(init, apply, last.score, targets=last.targets)
+    return supervised(init, apply, last.score, targets=last.targets, head=("dense",))
 
 
 def _unit_init(key: Array, window: int, channels: int, out: int) -> dict[str, Array]:
