@@ -3,10 +3,15 @@
 from fedbraid.algorithms._fair import afl, q_fedavg
 from fedbraid.algorithms._fedac import fedac
 from fedbraid.algorithms._fedauto import fedauto
+from fedbraid.algorithms._fedbabu import fedbabu
 from fedbraid.algorithms._feddog import feddog
 from fedbraid.algorithms._feddyn import feddyn
 from fedbraid.algorithms._fednova import fednova
+from fedbraid.algorithms._fedper import fedper
+from fedbraid.algorithms._fedrep import fedrep
 from fedbraid.algorithms._fedsplit import fedgd, fedprox_exact, fedsplit
+from fedbraid.algorithms._lg_fedavg import lg_fedavg
+from fedbraid.algorithms._local_only import local_only
 from fedbraid.algorithms._local_update import (
     diloco,
     fedadagrad,
@@ -44,6 +49,7 @@ __all__ = [
     "fedauto",
     "fedavg",
     "fedavgm",
+    "fedbabu",
     "feddog",
     "feddyn",
     "fedexp",
@@ -51,12 +57,16 @@ __all__ = [
     "fedhyper",
     "fednova",
     "fedopt",
+    "fedper",
     "fedprox",
     "fedprox_exact",
+    "fedrep",
     "fedsgd",
     "fedsplit",
     "fedyogi",
     "fomaml",
+    "lg_fedavg",
+    "local_only",
     "local_update",
     "locmime",
     "lookahead",

@@ -57,4 +57,4 @@ def emnist_cnn(
         x = layers.dropout(jax.nn.relu(dense(params["dense1"], x)), rates[1], keys[1])
         return last.shape(dense(params["dense2"], x))
 
-    return supervised(init, apply, last.score, targets=last.targets)
+    return supervised(init, apply, last.score, targets=last.targets, head=("dense2",))

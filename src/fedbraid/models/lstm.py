@@ -127,7 +127,7 @@ def _language_model(vocab, layers, hidden, embed, projection, uncounted, layer, 
         return dense(params["dense"], x).swapaxes(0, 1)
 
     score = score_tokens.through(lambda score: partial(score, padding=PADDING, uncounted=uncounted))
-    return supervised(init, apply, score, targets=Targets("tokens", vocab))
+    return supervised(init, apply, score, targets=Targets("tokens", vocab), head=("dense",))
 
 
 def _as_haiku(key: Array, params: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedbraid.local import APPLIES_MASK
+from fedbraid.local import APPLIES_MASK, HEAD
 from fedbraid.metric import Metric, Metrics, declared_by, declares
 from fedbraid.models.targets import Targets
 
@@ -84,6 +84,7 @@ def supervised(
     per_example: Callable[[Array, Array, Array], Mapping[str, tuple[Array, Array]]],
     penalty: Callable[[PyTree], Array] | None = None,
     targets: Targets | None = None,
+    head: tuple[str, ...] = (),
 ) -> Model:
     """A model from a network and a scorer. Masks, means and penalties are applied only here.
 
@@ -94,6 +95,7 @@ def supervised(
             A `fedbraid.Metrics` if it has names that are not well known.
         penalty: (params) -> scalar added to the mean loss, such as l2.
         targets: which labels the model can have.
+        head: names of the leaves of the last layer, for methods that treat it apart; empty if it is not known.
     """
 
     def loss(params: PyTree, batch: Batch, key: Array | None = None) -> Array:
@@ -109,6 +111,7 @@ def supervised(
         return scores
 
     setattr(loss, APPLIES_MASK, True)  # the scorer gets the mask, so engines need not check that padding is ignored
+    setattr(loss, HEAD, head)
     declared = Metrics(metrics, declared_by(per_example))
     return Model(init, loss, declared, lambda params, x: apply(params, x, None), targets)
 

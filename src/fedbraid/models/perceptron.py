@@ -44,4 +44,4 @@ def mlp(d: int, classes: int, *, hidden: Sequence[int] = (300, 100), score: str 
             x = jax.nn.relu(dense(layer, x))
         return last.shape(dense(params[-1], x))
 
-    return supervised(init, apply, last.score, targets=last.targets)
+    return supervised(init, apply, last.score, targets=last.targets, head=(str(len(hidden)),))

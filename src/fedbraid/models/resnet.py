@@ -81,7 +81,7 @@ def resnet18_gn(
             x = unit(block["two"], unit(block["one"], x, step, relu=True), 1, relu=True, residual=past)
         return last.shape(dense(params["dense"], x.astype(jnp.float32).mean((1, 2))))
 
-    return supervised(init, apply, last.score, targets=last.targets)
+    return supervised(init, apply, last.score, targets=last.targets, head=("dense",))
 
 
 def _unit_init(key: Array, window: int, channels: int, out: int) -> dict[str, Array]:
