@@ -427,6 +427,32 @@ ALGORITHMS: dict[str, Row] = {
         rates={**BOTH, "rho": 0.0, "alpha": 0.0},
         refuses=_refuse_rates(fb.fednova, "client_lr", "server_lr", "rho", "alpha"),
     ),
+    "ditto": Row(
+        fb.ditto,
+        {"client_lr": 0.05, "lam": 0.5},
+        rates={**BOTH, "lam": 0.0},
+        varied=(Varied({"personal_lr": 0.05}, {"personal_lr": 0.02}),),
+        refuses=_refuse_rates(fb.ditto, "lam", "client_lr", "personal_lr"),
+    ),
+    "apfl": Row(
+        fb.apfl,
+        {"client_lr": 0.05, "alpha": 0.4, "adapt": True, "alpha_lr": 0.05},
+        rates={**BOTH, "alpha": 0.7, "alpha_lr": 0.02},
+        refuses=(
+            *_refuse_rates(fb.apfl, "alpha", "client_lr", "alpha_lr"),
+            (lambda: fb.apfl(loss, alpha=1.5), "alpha"),
+            (lambda: fb.apfl(loss, alpha=0.0, adapt=True), "alpha"),
+        ),
+    ),
+    "pfedme": Row(
+        fb.pfedme,
+        {"client_lr": 0.05, "personal_lr": 0.05, "lam": 4.0, "inner_steps": 2},
+        rates={**BOTH, "personal_lr": 0.02, "lam": 2.0},
+        refuses=(
+            *_refuse_rates(fb.pfedme, "lam", "client_lr", "personal_lr"),
+            (lambda: fb.pfedme(loss, inner_steps=0), "inner_steps"),
+        ),
+    ),
 }
 
 ELSEWHERE = {"pfnm": "algorithms/test_pfnm.py"}

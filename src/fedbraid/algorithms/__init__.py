@@ -1,5 +1,7 @@
 """Federated algorithms, one file per family."""
 
+from fedbraid.algorithms._apfl import apfl
+from fedbraid.algorithms._ditto import ditto
 from fedbraid.algorithms._fair import afl, q_fedavg
 from fedbraid.algorithms._fedac import fedac
 from fedbraid.algorithms._fedauto import fedauto
@@ -27,6 +29,7 @@ from fedbraid.algorithms._local_update import (
 from fedbraid.algorithms._maml import maml
 from fedbraid.algorithms._mime import locmime, mime, mimelite
 from fedbraid.algorithms._mvr import mime_mvr, mimelite_mvr, server_only_mvr
+from fedbraid.algorithms._pfedme import pfedme
 from fedbraid.algorithms._pfnm import pfnm
 from fedbraid.algorithms._scaffold import scaffold
 from fedbraid.algorithms._self_tuning import delta_sgd, fedexp, fedhyper
@@ -36,8 +39,10 @@ from fedbraid.names import Names
 
 __all__ = [
     "afl",
+    "apfl",
     "delta_sgd",
     "diloco",
+    "ditto",
     "fedac",
     "fedadagrad",
     "fedadam",
@@ -67,6 +72,7 @@ __all__ = [
     "mimelite",
     "mimelite_mvr",
     "minibatch_sgd",
+    "pfedme",
     "pfnm",
     "q_fedavg",
     "reptile",
