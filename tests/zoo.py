@@ -453,6 +453,44 @@ ALGORITHMS: dict[str, Row] = {
             (lambda: fb.pfedme(loss, inner_steps=0), "inner_steps"),
         ),
     ),
+    "fedcm": Row(
+        fb.fedcm,
+        {"client_lr": 0.05, "alpha": 0.4},
+        rates={**BOTH, "alpha": 0.7},
+        refuses=(*_refuse_rates(fb.fedcm, "alpha", "client_lr"), (lambda: fb.fedcm(loss, alpha=0.0), "alpha")),
+    ),
+    "fedsam": Row(
+        fb.fedsam,
+        {"client_lr": 0.05, "rho": 0.1},
+        rates={**BOTH, "rho": 0.3},
+        refuses=_refuse_rates(fb.fedsam, "rho", "client_lr"),
+    ),
+    "mofedsam": Row(
+        fb.mofedsam,
+        {"client_lr": 0.05, "rho": 0.1, "alpha": 0.4},
+        rates={**BOTH, "rho": 0.3, "alpha": 0.7},
+        refuses=_refuse_rates(fb.mofedsam, "rho", "alpha"),
+    ),
+    "fedacg": Row(
+        fb.fedacg,
+        {"client_lr": 0.05},
+        rates={**BOTH, "lam": 0.5, "beta": 0.5},
+        refuses=(*_refuse_rates(fb.fedacg, "lam", "beta", "server_lr"), (lambda: fb.fedacg(loss, lam=1.0), "lam")),
+    ),
+    "feddc": Row(
+        fb.feddc,
+        {"client_lr": 0.05, "alpha": 1.0},
+        rates={"client_lr": 0.02, "alpha": 2.0},
+        invariant=lambda server, states: jnp.maximum(_gap(server.h, states.h), _gap(server.c, states.c)),
+        exact=True,
+        refuses=(*_refuse_rates(fb.feddc, "alpha", "client_lr"), (lambda: fb.feddc(loss, correction=2), "correction")),
+    ),
+    "fedspeed": Row(
+        fb.fedspeed,
+        {"client_lr": 0.05, "lam": 1.0},
+        rates={"client_lr": 0.02, "lam": 0.5, "rho": 0.05, "alpha": 0.5},
+        refuses=(*_refuse_rates(fb.fedspeed, "lam", "rho", "alpha"), (lambda: fb.fedspeed(loss, alpha=1.5), "alpha")),
+    ),
 }
 
 ELSEWHERE = {"pfnm": "algorithms/test_pfnm.py"}

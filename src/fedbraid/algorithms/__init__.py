@@ -4,10 +4,15 @@ from fedbraid.algorithms._apfl import apfl
 from fedbraid.algorithms._ditto import ditto
 from fedbraid.algorithms._fair import afl, q_fedavg
 from fedbraid.algorithms._fedac import fedac
+from fedbraid.algorithms._fedacg import fedacg
 from fedbraid.algorithms._fedauto import fedauto
+from fedbraid.algorithms._fedcm import fedcm
+from fedbraid.algorithms._feddc import feddc
 from fedbraid.algorithms._feddog import feddog
 from fedbraid.algorithms._feddyn import feddyn
 from fedbraid.algorithms._fednova import fednova
+from fedbraid.algorithms._fedsam import fedsam, mofedsam
+from fedbraid.algorithms._fedspeed import fedspeed
 from fedbraid.algorithms._fedsplit import fedgd, fedprox_exact, fedsplit
 from fedbraid.algorithms._local_update import (
     diloco,
@@ -44,11 +49,14 @@ __all__ = [
     "diloco",
     "ditto",
     "fedac",
+    "fedacg",
     "fedadagrad",
     "fedadam",
     "fedauto",
     "fedavg",
     "fedavgm",
+    "fedcm",
+    "feddc",
     "feddog",
     "feddyn",
     "fedexp",
@@ -58,7 +66,9 @@ __all__ = [
     "fedopt",
     "fedprox",
     "fedprox_exact",
+    "fedsam",
     "fedsgd",
+    "fedspeed",
     "fedsplit",
     "fedyogi",
     "fomaml",
@@ -72,6 +82,7 @@ __all__ = [
     "mimelite",
     "mimelite_mvr",
     "minibatch_sgd",
+    "mofedsam",
     "pfedme",
     "pfnm",
     "q_fedavg",
