@@ -491,6 +491,25 @@ ALGORITHMS: dict[str, Row] = {
         rates={"client_lr": 0.02, "lam": 0.5, "rho": 0.05, "alpha": 0.5},
         refuses=(*_refuse_rates(fb.fedspeed, "lam", "rho", "alpha"), (lambda: fb.fedspeed(loss, alpha=1.5), "alpha")),
     ),
+    "ifca": Row(
+        fb.ifca,
+        {"client_lr": 0.05, "spread": 0.01},
+        rates=BOTH,
+        refuses=(
+            *_refuse_rates(fb.ifca, "client_lr", "spread", "server_lr"),
+            (lambda: fb.ifca(loss, clusters=0), "clusters"),
+        ),
+    ),
+    "fedala": Row(
+        fb.fedala,
+        {"client_lr": 0.05},
+        rates={**BOTH, "weight_lr": 0.2},
+        draws=True,  # the examples on which the weights are learned
+        refuses=(
+            *_refuse_rates(fb.fedala, "weight_lr", "share"),
+            (lambda: fb.fedala(loss, weight_epochs=0), "weight_epochs"),
+        ),
+    ),
 }
 
 ELSEWHERE = {"pfnm": "algorithms/test_pfnm.py"}

@@ -167,3 +167,96 @@ def test_they_cost_what_fedavg_costs(make):
 def test_adapting_from_alpha_zero_is_refused():
     with pytest.raises(ValueError, match="alpha"):
         fb.apfl(loss, alpha=0.0, adapt=True)
+
+
+# --- IFCA ------------------------------------------------------------------------------------------------------------
+
+
+def test_ifca_is_the_papers_recursion():
+    alg = fb.ifca(loss, clusters=2, client_lr=0.05, server_lr=0.8, spread=3.0, **WHOLE)
+    x = flat(alg.init(start()).models)
+    chosen = np.full(5, -1)
+    for t in range(4):
+        ids = address.cohort(0, t, 0, 5, 3)
+        total, weight = np.zeros((2, 4)), np.zeros(2)
+        for i in ids:
+            chosen[i] = j = np.argmin([0.5 * m @ Q.A[i] @ m - Q.b[i] @ m for m in x])
+            y = x[j].copy()
+            for _ in range(3):
+                y -= 0.05 * Q.gradient(i, y)
+            total[j] += Q.sizes[i] * (x[j] - y)
+            weight[j] += Q.sizes[i]
+        x = x - 0.8 * total / np.maximum(weight, 1)[:, None]
+    result = run(alg)
+    np.testing.assert_allclose(flat(result.server.models), x, 1e-9)
+    np.testing.assert_array_equal(result.states.chosen, chosen)
+    np.testing.assert_allclose(result.server.share, weight / weight.sum())
+    largest = x[np.argmax(weight)]
+    np.testing.assert_allclose(flat(result.params), largest, 1e-9)
+    np.testing.assert_allclose(personal(alg, result), [largest if j < 0 else x[j] for j in chosen], 1e-9)
+    assert set(chosen) >= {0, 1}
+
+
+def test_ifca_finds_planted_clusters():
+    """Clients of two kinds: every client ends in the cluster of its kind, at the optimum of that kind."""
+    rng, solutions = np.random.default_rng(0), np.array([[2.0, -1.0, 1.0, 0.5], [-2.0, 1.0, 0.0, -0.5]])
+    kinds = np.array([0, 1, 1, 0, 1, 0])
+    x = [rng.normal(size=(6, 3)) for _ in kinds]
+    y = [np.column_stack([a, np.ones(6)]) @ solutions[kind] for a, kind in zip(x, kinds, strict=True)]
+    data = fb.Split.from_clients([{"x": a, "y": b} for a, b in zip(x, y, strict=True)])
+    alg = fb.ifca(loss, clusters=2, client_lr=0.1, spread=3.0, **WHOLE)
+    result = simulate(alg, start(), data, rounds=400, devices=1)
+    chosen = np.asarray(result.states.chosen)
+    assert len(set(zip(kinds, chosen, strict=True))) == 2
+    np.testing.assert_allclose(flat(result.server.models)[chosen], solutions[kinds], atol=1e-5)
+
+
+def test_one_cluster_is_fedavg():
+    a = run(fb.ifca(loss, clusters=1, client_lr=0.05, **RAGGED))
+    np.testing.assert_allclose(flat(a.params), flat(run(fb.fedavg(loss, client_lr=0.05, **RAGGED)).params), 1e-12)
+
+
+def test_ifca_sends_k_models_down_and_one_up():
+    counted = fb.cost(fb.ifca(loss, clusters=3), start(), clients()).exchanges[0]
+    one = fb.cost(fb.fedavg(loss), start(), clients()).exchanges[0]
+    assert counted.down == 3 * one.down
+    assert counted.up - one.up == 3 * 8  # which model it chose
+
+
+# --- FedALA ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [(), "w"])
+def test_fedala_is_the_papers_recursion(layers):
+    lr, rate, x = 0.05, 0.3, flat(start())
+    theta, weights = np.tile(x, (5, 1)), np.ones((5, 4))
+    learned = np.array([True, True, True, not layers])
+    for t in range(5):
+        ids, moved = address.cohort(0, t, 0, 5, 3), {}
+        for i in ids:
+            for _ in range(2):
+                g = Q.gradient(i, theta[i] + (x - theta[i]) * weights[i])
+                weights[i] = np.where(learned, np.clip(weights[i] - rate * g * (x - theta[i]), 0, 1), 1)
+            y = theta[i] + (x - theta[i]) * weights[i]
+            for _ in range(3):
+                y -= lr * Q.gradient(i, y)
+            theta[i], moved[i] = y, x - y
+        x = averaged(x, ids, moved)
+    alg = fb.fedala(loss, layers=layers, weight_lr=rate, share=1.0, weight_epochs=2, client_lr=lr, **WHOLE)
+    result = run(alg, rounds=5)
+    np.testing.assert_allclose(flat(result.params), x, 1e-9)
+    np.testing.assert_allclose(result.states.weights["w"], weights[:, :3], 1e-9, 1e-12)
+    np.testing.assert_allclose(personal(alg, result), theta + (x - theta) * weights, 1e-9)
+    assert weights.min() < 0.5
+
+
+def test_fedala_with_constant_weights_is_fedavg():
+    alg, plain = fb.fedala(loss, weight_lr=0.0, client_lr=0.05, **RAGGED), fb.fedavg(loss, client_lr=0.05, **RAGGED)
+    result, other = run(alg), run(plain)
+    np.testing.assert_allclose(flat(result.params), flat(other.params), 1e-10)
+    np.testing.assert_allclose(personal(alg, result), np.tile(flat(other.params), (5, 1)), 1e-10)
+
+
+def test_layers_that_do_not_exist_are_refused():
+    with pytest.raises(ValueError, match="layers: no leaf matches 'head'"):
+        fb.fedala(loss, layers="head").init_client(start())

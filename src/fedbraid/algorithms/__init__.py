@@ -5,6 +5,7 @@ from fedbraid.algorithms._ditto import ditto
 from fedbraid.algorithms._fair import afl, q_fedavg
 from fedbraid.algorithms._fedac import fedac
 from fedbraid.algorithms._fedacg import fedacg
+from fedbraid.algorithms._fedala import fedala
 from fedbraid.algorithms._fedauto import fedauto
 from fedbraid.algorithms._fedcm import fedcm
 from fedbraid.algorithms._feddc import feddc
@@ -14,6 +15,7 @@ from fedbraid.algorithms._fednova import fednova
 from fedbraid.algorithms._fedsam import fedsam, mofedsam
 from fedbraid.algorithms._fedspeed import fedspeed
 from fedbraid.algorithms._fedsplit import fedgd, fedprox_exact, fedsplit
+from fedbraid.algorithms._ifca import ifca
 from fedbraid.algorithms._local_update import (
     diloco,
     fedadagrad,
@@ -52,6 +54,7 @@ __all__ = [
     "fedacg",
     "fedadagrad",
     "fedadam",
+    "fedala",
     "fedauto",
     "fedavg",
     "fedavgm",
@@ -72,6 +75,7 @@ __all__ = [
     "fedsplit",
     "fedyogi",
     "fomaml",
+    "ifca",
     "local_update",
     "locmime",
     "lookahead",
