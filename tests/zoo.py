@@ -512,7 +512,11 @@ ALGORITHMS: dict[str, Row] = {
     ),
 }
 
-ELSEWHERE = {"pfnm": "algorithms/test_pfnm.py"}
+ELSEWHERE = {
+    "pfnm": "algorithms/test_pfnm.py",
+    "moon": "algorithms/test_features.py",
+    "fedproto": "algorithms/test_features.py",
+}
 """Algorithms for one kind of network, and the test that runs `fedbraid.testing.check` on them with such a network."""
 
 

@@ -12,6 +12,7 @@ from fedbraid.algorithms._feddc import feddc
 from fedbraid.algorithms._feddog import feddog
 from fedbraid.algorithms._feddyn import feddyn
 from fedbraid.algorithms._fednova import fednova
+from fedbraid.algorithms._fedproto import fedproto
 from fedbraid.algorithms._fedsam import fedsam, mofedsam
 from fedbraid.algorithms._fedspeed import fedspeed
 from fedbraid.algorithms._fedsplit import fedgd, fedprox_exact, fedsplit
@@ -35,6 +36,7 @@ from fedbraid.algorithms._local_update import (
 )
 from fedbraid.algorithms._maml import maml
 from fedbraid.algorithms._mime import locmime, mime, mimelite
+from fedbraid.algorithms._moon import moon
 from fedbraid.algorithms._mvr import mime_mvr, mimelite_mvr, server_only_mvr
 from fedbraid.algorithms._pfedme import pfedme
 from fedbraid.algorithms._pfnm import pfnm
@@ -67,6 +69,7 @@ __all__ = [
     "fedhyper",
     "fednova",
     "fedopt",
+    "fedproto",
     "fedprox",
     "fedprox_exact",
     "fedsam",
@@ -87,6 +90,7 @@ __all__ = [
     "mimelite_mvr",
     "minibatch_sgd",
     "mofedsam",
+    "moon",
     "pfedme",
     "pfnm",
     "q_fedavg",

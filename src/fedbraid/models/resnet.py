@@ -72,16 +72,19 @@ def resnet18_gn(
         x = conv2d(x, params["w"], stride=stride, padding=params["w"].shape[0] // 2)
         return group_norm(x, params["scale"], params["shift"], groups)
 
-    def apply(params, x, key):
+    def features(params, x, key):
         x = jax.nn.relu(unit(params["stem"], as_floats(x, (rows, cols, channels)), stride))
         if stem == "large":
             x = max_pool(x, 2)
         for block, step in zip(params["blocks"], STRIDES, strict=True):
             y = unit(block["two"], jax.nn.relu(unit(block["one"], x, step)), 1)
             x = jax.nn.relu(y + (unit(block["shortcut"], x, step) if "shortcut" in block else x))
-        return last.shape(dense(params["dense"], x.mean((1, 2))))
+        return x.mean((1, 2))
 
-    return supervised(init, apply, last.score, targets=last.targets)
+    def apply(params, x, key):
+        return last.shape(dense(params["dense"], features(params, x, key)))
+
+    return supervised(init, apply, last.score, targets=last.targets, features=features)
 
 
 def _unit_init(key: Array, window: int, channels: int, out: int) -> dict[str, Array]:
