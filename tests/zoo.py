@@ -421,6 +421,41 @@ ALGORITHMS: dict[str, Row] = {
         rates={"lr": 0.02, "lambda_lr": 0.1},
         refuses=(*_refuse_rates(fb.afl, "lr", "lambda_lr"), (lambda: fb.afl(loss, output="best"), "output")),
     ),
+    "fedper": Row(
+        fb.fedper,
+        {"client_lr": 0.05, "head": "b"},
+        rates={"client_lr": 0.02},
+        refuses=((lambda: fb.fedper(loss), "head"), *_refuse_rates(fb.fedper, "client_lr")),
+    ),
+    "lg_fedavg": Row(
+        fb.lg_fedavg,
+        {"client_lr": 0.05, "head": "w"},
+        rates={"client_lr": 0.02},
+        refuses=((lambda: fb.lg_fedavg(loss), "head"), *_refuse_rates(fb.lg_fedavg, "client_lr")),
+    ),
+    "fedrep": Row(
+        fb.fedrep,
+        {"client_lr": 0.05, "head_lr": 0.1, "head": "b"},
+        rates={"client_lr": 0.02, "head_lr": 0.05},
+        refuses=(
+            (lambda: fb.fedrep(loss), "head"),
+            (lambda: fb.fedrep(loss, head="b", head_lr=-1.0), "head_lr"),
+            (lambda: fb.fedrep(loss, head="b", steps=2, head_epochs=2), "head_steps"),
+            (lambda: fb.fedrep(loss, head="b", head_epochs=0), "head_epochs"),
+            (lambda: fb.fedrep(loss, head="b", client_lr=-1.0), "client_lr"),
+        ),
+    ),
+    "fedbabu": Row(
+        fb.fedbabu,
+        {"client_lr": 0.05, "tune_lr": 0.1, "head": "b"},
+        rates={"client_lr": 0.02, "tune_lr": 0.05},
+        refuses=(
+            (lambda: fb.fedbabu(loss), "head"),
+            (lambda: fb.fedbabu(loss, head="b", tune_lr=-1.0), "tune_lr"),
+            (lambda: fb.fedbabu(loss, head="b", tune_epochs=-1), "tune_epochs"),
+            (lambda: fb.fedbabu(loss, head="b", client_lr=-1.0), "client_lr"),
+        ),
+    ),
     "fednova": Row(
         fb.fednova,
         {"client_lr": 0.05, "rho": 0.5, "alpha": 0.1},
@@ -514,10 +549,11 @@ ALGORITHMS: dict[str, Row] = {
 
 ELSEWHERE = {
     "pfnm": "algorithms/test_pfnm.py",
+    "local_only": "algorithms/test_personal.py",
     "moon": "algorithms/test_features.py",
     "fedproto": "algorithms/test_features.py",
 }
-"""Algorithms for one kind of network, and the test that runs `fedbraid.testing.check` on them with such a network."""
+"""Algorithms for one kind of network or without a global model, and the test that runs `fedbraid.testing.check`."""
 
 
 def _innermost(state: Any) -> Any:

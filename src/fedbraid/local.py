@@ -25,6 +25,8 @@ from fedbraid.core import Algorithm, Report, check_count, check_number, is_trace
 
 __all__ = [
     "APPLIES_MASK",
+    "HEAD",
+    "LEADING",
     "WEIGHTINGS",
     "Batches",
     "ClientData",
@@ -48,6 +50,8 @@ __all__ = [
 PyTree = Any
 MASK = "mask"
 APPLIES_MASK = "applies_mask"  # attribute of a loss that is known to ignore padded rows
+HEAD = "head_leaves"  # attribute of a loss: patterns of the names of the model's last layer
+LEADING = "leading"  # the field of a batch that says whether it belongs to the leading phase; see `Batches`
 BYZANTINE = "byzantine"  # the field that marks attackers; see fedbraid.data.mark
 
 
@@ -222,6 +226,8 @@ class Batches:
     augment: whether the data's preprocessing augments these batches at random, as in training.
     drawn: take ``part`` from the rows in a random order (`ClientData.in_random_order`), not in their stored order. The
         parts are then random subsets, the same in every round.
+    leading: the number of first epochs (or steps, if steps are given) that are a phase of their own: in its batches the
+        field ``leading`` is True, in the others False. 0: there is no such field.
     """
 
     size: int | None = 20
@@ -231,6 +237,7 @@ class Batches:
     part: tuple[float, float] = (0.0, 1.0)
     augment: bool = True
     drawn: bool = False
+    leading: int = 0
 
     def __post_init__(self) -> None:
         if self.size is not None:
@@ -259,6 +266,16 @@ class Batches:
         assert self.epochs is not None
         return self.epochs * self._per_epoch(self.bounds(n)[1])
 
+    def after(self, leading: int) -> Batches:
+        """These batches after a leading phase of so many epochs, or steps if these batches are counted in steps.
+
+        >>> Batches(10, epochs=1).after(2).count(25)
+        9
+        """
+        if self.steps is not None:
+            return replace(self, steps=self.steps + leading, leading=leading)
+        return replace(self, epochs=(self.epochs or 0) + leading, leading=leading)
+
     def _per_epoch(self, n: Any) -> Any:
         return n * 0 + 1 if self.size is None else -(-n // self.size)
 
@@ -267,6 +284,11 @@ class Batches:
 
         key: for the order of the examples. augmentation: key for random augmentation; None means no augmentation.
         """
+        if self.leading:
+            first = (
+                self.leading if self.steps is not None else self.leading * self._per_epoch(self.bounds(data.size)[1])
+            )
+            return replace(self, leading=0).take(data, k, key, augmentation) | {LEADING: jnp.asarray(k) < first}
         start, n = self.bounds(data.size)
         data = data.in_random_order() if self.drawn else data
         augmentation = augmentation if self.augment else None

@@ -13,7 +13,7 @@ from fedbraid.costs import data_shapes
 from fedbraid.data.federated import Split
 from fedbraid.local import masked_mean
 from fedbraid.testing.problem import SQUARES, clients, loss, start
-from fedbraid.transforms.private import leaf_names, matching
+from fedbraid.transforms.private_leaves import leaf_names, matching
 from zoo import ALGORITHMS
 
 REFUSED = {"fedexp": "put private inside", "mimelite": "asks other clients than 'gradient'"}

@@ -7,16 +7,21 @@ from fedbraid.algorithms._fedac import fedac
 from fedbraid.algorithms._fedacg import fedacg
 from fedbraid.algorithms._fedala import fedala
 from fedbraid.algorithms._fedauto import fedauto
+from fedbraid.algorithms._fedbabu import fedbabu
 from fedbraid.algorithms._fedcm import fedcm
 from fedbraid.algorithms._feddc import feddc
 from fedbraid.algorithms._feddog import feddog
 from fedbraid.algorithms._feddyn import feddyn
 from fedbraid.algorithms._fednova import fednova
+from fedbraid.algorithms._fedper import fedper
 from fedbraid.algorithms._fedproto import fedproto
+from fedbraid.algorithms._fedrep import fedrep
 from fedbraid.algorithms._fedsam import fedsam, mofedsam
 from fedbraid.algorithms._fedspeed import fedspeed
 from fedbraid.algorithms._fedsplit import fedgd, fedprox_exact, fedsplit
 from fedbraid.algorithms._ifca import ifca
+from fedbraid.algorithms._lg_fedavg import lg_fedavg
+from fedbraid.algorithms._local_only import local_only
 from fedbraid.algorithms._local_update import (
     diloco,
     fedadagrad,
@@ -60,6 +65,7 @@ __all__ = [
     "fedauto",
     "fedavg",
     "fedavgm",
+    "fedbabu",
     "fedcm",
     "feddc",
     "feddog",
@@ -69,9 +75,11 @@ __all__ = [
     "fedhyper",
     "fednova",
     "fedopt",
+    "fedper",
     "fedproto",
     "fedprox",
     "fedprox_exact",
+    "fedrep",
     "fedsam",
     "fedsgd",
     "fedspeed",
@@ -79,6 +87,8 @@ __all__ = [
     "fedyogi",
     "fomaml",
     "ifca",
+    "lg_fedavg",
+    "local_only",
     "local_update",
     "locmime",
     "lookahead",

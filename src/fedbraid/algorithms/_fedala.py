@@ -33,7 +33,7 @@ from fedbraid.algorithms._local_update import Loss, fedavg
 from fedbraid.algorithms.client_optimizers import ClientOptions
 from fedbraid.core import Algorithm, Down, Report, Up, check_count, check_number
 from fedbraid.local import Batches, ClientData, Fold, Weighting, grad
-from fedbraid.transforms.private import matching, split
+from fedbraid.transforms.private_leaves import matching, split
 
 __all__ = ["AlaState", "fedala"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedbraid.metric import MEAN, WORST, WORST_TENTH, Metric
+from fedbraid.metric import DEVIATION, GINI, MEAN, PERSONAL, WORST, WORST_TENTH, Metric
 
 __all__ = ["COLUMNS", "explain", "explain_metric"]
 
@@ -25,6 +25,7 @@ COLUMNS = {
     "worst tenth of clients": "A tenth of the clients are worse than this value, each on its own test examples.",
     "median client": "Half of the clients are worse than this value, each on its own test examples.",
     "worst client": "The value of the worst client, on its own test examples.",
+    "deviation of clients": "The standard deviation over clients, each on its own test examples. Lower is fairer.",
     "sent in all": "Bytes that the server and all clients sent over the whole run, both ways; mean over seeds.",
     "diverged trials": "How many of the trials of the tuning diverged.",
     "data": "The data set.",
@@ -54,6 +55,8 @@ OVER_CLIENTS = {
     MEAN: "Mean over clients, each on its own test examples.",
     WORST_TENTH: "A tenth of the clients are worse than this value, each on its own test examples.",
     WORST: "The worst client, on its own test examples.",
+    DEVIATION: "Standard deviation over clients, each on its own test examples.",
+    GINI: "Gini coefficient over clients: 0 if all have the same value.",
 }
 
 
@@ -75,6 +78,9 @@ def explain_metric(column: str, metric: Metric) -> str:
     'accuracy: The worst client, on its own test examples. Higher is better.'
     """
     name = column.removeprefix("test_")
+    if name.startswith(PERSONAL):
+        about = explain_metric(name.removeprefix(PERSONAL), metric)
+        return f"Of the clients' own models, each on its own test examples. {about}"
     better = f"{metric.better.capitalize()} is better."
     for suffix, text in OVER_CLIENTS.items():
         if name.endswith(suffix):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fedbraid import files
-from fedbraid.drawing import BLUE, COLOURS, GREY, ORANGE, style, tidy
+from fedbraid.drawing import BLUE, COLOURS, GREEN, GREY, ORANGE, style, tidy
 from fedbraid.metric import Metric
 
 __all__ = ["draw_clients", "draw_curves", "draw_drift", "draw_run", "save", "series"]
@@ -28,7 +28,10 @@ def save(figure: Any, path: Path, *, pdf: bool = False) -> list[Path]:
 
 
 def draw_run(table: Mapping[str, np.ndarray], title: str) -> Any:
-    """One run against rounds: the loss, and if there is one the accuracy, pooled and of the worst tenth of clients."""
+    """One run against rounds: the loss, and if there is one the accuracy, pooled and of the worst tenth of clients.
+
+    If the clients have own models, these have lines of their own.
+    """
     from matplotlib.figure import Figure
 
     accuracy = "test_accuracy" in table
@@ -38,7 +41,10 @@ def draw_run(table: Mapping[str, np.ndarray], title: str) -> Any:
     if trained:
         axes[0].plot(table["round"], table[trained], color=GREY, lw=1, alpha=0.6, label="training batches")
     if "test_loss" in table:
-        axes[0].plot(*_evaluated(table, "test_loss"), color=BLUE, lw=2, label="test")
+        own = "test_personal_loss" in table
+        axes[0].plot(*_evaluated(table, "test_loss"), color=BLUE, lw=2, label="test, global model" if own else "test")
+        if own:
+            axes[0].plot(*_evaluated(table, "test_personal_loss"), color=GREEN, lw=2, label="test, personal models")
     axes[0].set_ylabel("loss")
     positive = [v for v in (table.get(trained or ""), table.get("test_loss")) if v is not None]
     if positive and all(np.nanmin(v) > 0 for v in positive if np.isfinite(v).any()):
@@ -56,10 +62,15 @@ def draw_run(table: Mapping[str, np.ndarray], title: str) -> Any:
 
 def _draw_accuracy(axis: Any, table: Mapping[str, np.ndarray]) -> None:
     rounds, pooled = _evaluated(table, "test_accuracy")
-    axis.plot(rounds, pooled, color=BLUE, lw=2, label="test, all examples")
-    if "test_accuracy_client_worst_tenth" in table:
-        tenth = _evaluated(table, "test_accuracy_client_worst_tenth")
-        axis.plot(*tenth, color=ORANGE, lw=1.5, ls="--", label="a tenth of the clients are below")
+    own = "test_personal_accuracy" in table
+    axis.plot(rounds, pooled, color=BLUE, lw=2, label="test, global model" if own else "test, all examples")
+    if own:
+        rounds, pooled = _evaluated(table, "test_personal_accuracy")
+        axis.plot(rounds, pooled, color=GREEN, lw=2, label="test, personal models")
+    worst = f"test_{'personal_' if own else ''}accuracy_client_worst_tenth"
+    if worst in table:
+        about = "personal models: a tenth are below" if own else "a tenth of the clients are below"
+        axis.plot(*_evaluated(table, worst), color=ORANGE, lw=1.5, ls="--", label=about)
     axis.set_ylabel("accuracy")
     axis.set_ylim(0, 1.02)
     if len(pooled):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,13 +21,14 @@ from fedbraid import files
 from fedbraid.experiment.citations import citation
 from fedbraid.experiment.collect import Collection, ReportedRun
 from fedbraid.experiment.columns import explain, explain_metric
+from fedbraid.experiment.comparison import global_model, own_models, rows_by_model
 from fedbraid.experiment.config import ConfigError, dump
 from fedbraid.experiment.differences import config_difference
 from fedbraid.experiment.figures import draw_clients, draw_curves, draw_drift, save
 from fedbraid.experiment.pagedata import AXES, clients_of, columns_of, curves_of, drifts_of, page_data
 from fedbraid.experiment.trials import judged_by
 from fedbraid.experiment.tuningplot import draw_tuning
-from fedbraid.metric import MEAN, Metric, is_client_column
+from fedbraid.metric import GINI, MEAN, Metric, global_column, is_client_column, is_personal_column
 from fedbraid.units import format_bytes
 from fedbraid.version import __version__
 
@@ -183,14 +184,13 @@ def _tunings_table(found: Collection) -> str:
 
 
 def _runs_table(found: Collection) -> str:
-    names = [n for n in columns_of(found) if n.startswith("test_")]
-    of_clients = [n for n in names if is_client_column(n) and not n.endswith(MEAN)]
+    names = [n for n in columns_of(found) if n.startswith("test_") and not is_personal_column(n)]
+    of_clients = [n for n in names if is_client_column(n) and not n.endswith((MEAN, GINI))]
     # those of the accuracy are enough: those of the loss are similar
-    of_clients = [n for n in of_clients if not found.metric(n).lower_is_better] or of_clients
+    of_clients = [n for n in of_clients if "accuracy" in n] or of_clients
     shown = [n for n in names if not is_client_column(n)] + of_clients
     rows, means = [], []
-    for label, own in found.groups.items():
-        finals = [run.summary.final for run in own]
+    for label, own, finals in _rows_of_models(found):
         scores = [[f[n] for f in finals] if all(n in f for f in finals) else None for n in shown]
         means.append([None if one is None else float(np.mean(one)) for one in scores])
         sent = float(np.mean([sum(run.summary.bytes.values()) for run in own]))
@@ -202,6 +202,17 @@ def _runs_table(found: Collection) -> str:
     names = [n.removeprefix("test_").replace("_", " ") for n in shown]
     about = {head: explain_metric(n, found.metric(n)) for head, n in zip(names, shown, strict=True)}
     return _table(["run", "algorithm", "seeds", *names, "sent", "time"], rows, best, about=about)
+
+
+def _rows_of_models(found: Collection) -> Iterator[tuple[str, Sequence[ReportedRun], Sequence[Mapping[str, float]]]]:
+    """Label, runs and last scores of every row: of the clients' own models, if there are any, and of the global one."""
+    for label, own in found.groups.items():
+        finals = [run.summary.final for run in own]
+        if all(any(map(is_personal_column, final)) for final in finals):
+            personal = [{global_column(n): v for n, v in f.items() if is_personal_column(n)} for f in finals]
+            yield own_models(label), own, personal
+            label = global_model(label)
+        yield label, own, finals
 
 
 def _setup(found: Collection) -> str:
@@ -245,17 +256,21 @@ def _comparison_table(summary: Mapping[str, Any]) -> str:
     metric, target = str(summary["metric"]).removeprefix("test_"), summary["target"]
     heads = ["method", f"{metric}, last rounds", "tuned to", "clients a round", "models a client"]
     heads += [f"rounds to {target:g}", f"sent to {target:g}"] if target is not None else []
-    heads += ["worst tenth of clients", "median client", "worst client", "sent in all", "diverged trials"]
-    rows = [_method_cells(row, summary) for row in summary["methods"]]
+    heads += ["worst tenth of clients", "median client", "worst client", "deviation of clients"]
+    heads += ["sent in all", "diverged trials"]
+    methods = rows_by_model(summary["methods"])
+    rows = [_method_cells(row, summary) for row in methods]
     best = {}
     if summary["metric"] is not None:
         judged = judged_by(summary)
-        best[1] = _best_rows([row.get("score") for row in summary["methods"]], judged)
+        best[1] = _best_rows([row.get("score") for row in methods], judged)
     seeds = ", ".join(map(str, summary["seeds"]))
     about = (
         f"{summary['criterion']}; mean ± deviation over seeds {seeds}. Equal {summary['protocol'].replace('-', ' ')}. "
         "A tenth of the clients are worse than the value of the worst tenth."
     )
+    if len(methods) > len(summary["methods"]):
+        about += " Rows 'personal' have the model that each client uses, the other rows the global model."
     if summary["tuned_on"]:
         about += f" Tuned on {summary['tuned_on']}, without the test set."
     baselines = summary.get("baselines", ())
@@ -309,8 +324,9 @@ def _tuned_to(row: Mapping[str, Any]) -> str:
 def _of_clients(row: Mapping[str, Any]) -> list[str]:
     clients = row.get("clients") or {}
     cells = []
-    for name, before in (("worst_tenth", "p10"), ("median", "p50"), ("worst", "worst")):  # `before`: older versions
-        value = clients.get(name, clients.get(before))
+    older = {"worst_tenth": "p10", "median": "p50"}  # names of older versions
+    for name in ("worst_tenth", "median", "worst", "deviation"):
+        value = clients.get(name, clients.get(older.get(name, name)))
         cells.append("–" if value is None else f"{value:.3f}")
     return cells
 

@@ -25,7 +25,7 @@ from fedbraid.core import Algorithm
 from fedbraid.flower import wire
 from fedbraid.flower.aggregate import Aggregator, Summed, Upload
 from fedbraid.flower.asking import POLL, Asked, Requests
-from fedbraid.flower.evaluate import Sums, are_sums, summary, sums_shapes
+from fedbraid.flower.evaluate import Sums, are_sums, models_message, summary, sums_shapes
 from fedbraid.flower.identity import Messages, fingerprint, messages_of, schema_to_json, shapes_of_messages
 from fedbraid.flower.mailbox import Mailbox, Outgoing
 from fedbraid.flower.pack import Layout, MessageError, check_layout, layout_of, read_records, records
@@ -291,11 +291,11 @@ class MessageRounds:
     def question(self, round_: int, wanted: Layout) -> tuple[Asked, int]:
         """The request to evaluate the model after a round, and the bytes of that model."""
         terms, tag = self.roster.terms, f"{round_}.{wire.EVALUATE}.{self.attempt}"
-        model = self.alg.params(self.server)
+        model = models_message(self.alg, self.server)
         arrays = records(model)
 
         def request(client: int, node: int) -> Outgoing:
-            asked = Question(terms.run, terms.fingerprint, terms.schema, client, tag, wanted.digest)
+            asked = Question(terms.run, terms.fingerprint, terms.schema, client, tag, self.base(client), wanted.digest)
             return Outgoing(node, client, wire.EVALUATE, content(asked, arrays))
 
         def read(client: int, message: Message) -> Sums | None:
@@ -386,7 +386,8 @@ class MessageRounds:
         """From now on, evaluations ask ``testers`` clients for sums of these metrics."""
         if any(exchange.name == wire.EVALUATE for exchange in self.alg.exchanges):
             raise ValueError(f"an exchange named {wire.EVALUATE!r} would use the evaluation's columns: rename it")
-        shapes = sums_shapes(metrics, jax.eval_shape(self.alg.params, self.server), site.schema, site.preprocess)
+        model = jax.eval_shape(self.alg.params, self.server)
+        shapes = sums_shapes(metrics, model, site.schema, site.preprocess, personal=self.alg.personal is not None)
         self.declared = declared_by(metrics)
         for name in shapes:
             metric_of_column(name, self.declared)  # refuses a metric whose direction is unknown

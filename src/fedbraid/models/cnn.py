@@ -59,4 +59,4 @@ def emnist_cnn(
     def apply(params, x, key):
         return last.shape(dense(params["dense2"], features(params, x, key)))
 
-    return supervised(init, apply, last.score, targets=last.targets, features=features)
+    return supervised(init, apply, last.score, targets=last.targets, features=features, head=("dense2",))

@@ -135,6 +135,7 @@ def _language_model(vocab, layers, hidden, embed, projection, uncounted, layer, 
         apply,
         score,
         targets=Targets("tokens", vocab),
+        head=("dense",),
         features=lambda params, x, key: states(params, x).swapaxes(0, 1),
     )
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedbraid.local import APPLIES_MASK
+from fedbraid.local import APPLIES_MASK, HEAD
 from fedbraid.metric import Metric, Metrics, declared_by, declares
 from fedbraid.models.targets import Targets
 
@@ -87,6 +87,7 @@ def supervised(
     penalty: Callable[[PyTree], Array] | None = None,
     targets: Targets | None = None,
     features: Callable[[PyTree, Array, Array | None], Array] | None = None,
+    head: tuple[str, ...] = (),
 ) -> Model:
     """A model from a network and a scorer. Masks, means and penalties are applied only here.
 
@@ -98,6 +99,7 @@ def supervised(
         penalty: (params) -> scalar added to the mean loss, such as l2.
         targets: which labels the model can have.
         features: (params, x, key) -> activations before the last layer; ``apply`` usually calls it.
+        head: names of the leaves of the last layer, for methods that treat it apart; empty if it is not known.
     """
 
     def loss(params: PyTree, batch: Batch, key: Array | None = None) -> Array:
@@ -113,6 +115,7 @@ def supervised(
         return scores
 
     setattr(loss, APPLIES_MASK, True)  # the scorer gets the mask, so engines need not check that padding is ignored
+    setattr(loss, HEAD, head)
     declared = Metrics(metrics, declared_by(per_example))
     represent = features and (lambda params, x: features(params, x, None))
     return Model(init, loss, declared, lambda params, x: apply(params, x, None), targets, represent)

@@ -47,4 +47,4 @@ def mlp(d: int, classes: int, *, hidden: Sequence[int] = (300, 100), score: str 
     def apply(params, x, key):
         return last.shape(dense(params[-1], features(params, x, key)))
 
-    return supervised(init, apply, last.score, targets=last.targets, features=features)
+    return supervised(init, apply, last.score, targets=last.targets, features=features, head=(str(len(hidden)),))

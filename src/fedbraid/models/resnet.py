@@ -84,7 +84,7 @@ def resnet18_gn(
     def apply(params, x, key):
         return last.shape(dense(params["dense"], features(params, x, key)))
 
-    return supervised(init, apply, last.score, targets=last.targets, features=features)
+    return supervised(init, apply, last.score, targets=last.targets, features=features, head=("dense",))
 
 
 def _unit_init(key: Array, window: int, channels: int, out: int) -> dict[str, Array]:

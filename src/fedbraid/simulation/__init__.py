@@ -5,6 +5,7 @@ from fedbraid.simulation.devices import use_cores
 from fedbraid.simulation.evaluate import Evaluator, evaluator, metrics_of, summarize
 from fedbraid.simulation.fine_tuning import adaptation, compare_adapted
 from fedbraid.simulation.options import EngineOptions
+from fedbraid.simulation.personal import PersonalEvaluator, personal_evaluator, read_states
 from fedbraid.simulation.result import Checkpoints, Progress, Result
 from fedbraid.simulation.run import simulate
 from fedbraid.simulation.shadow import ShadowTrace, draw_shadow, trace_shadow
@@ -16,6 +17,7 @@ __all__ = [
     "EngineOptions",
     "Evaluator",
     "HostStates",
+    "PersonalEvaluator",
     "Progress",
     "Result",
     "ShadowTrace",
@@ -27,6 +29,8 @@ __all__ = [
     "evaluator",
     "everyone",
     "metrics_of",
+    "personal_evaluator",
+    "read_states",
     "simulate",
     "summarize",
     "time_plans",

@@ -38,6 +38,7 @@ from fedbraid.simulation.history import History
 from fedbraid.simulation.loop import RoundLoop, Schedule
 from fedbraid.simulation.options import EngineOptions
 from fedbraid.simulation.padding import check_padding, recorded_losses
+from fedbraid.simulation.personal import Layout, PersonalEvaluator, has_own_models, layout_of, score_blocks
 from fedbraid.simulation.placement import states_on_host, streams
 from fedbraid.simulation.plan import Plan, choose_plan, steps_of
 from fedbraid.simulation.points_result import PointsResult, joined
@@ -153,6 +154,9 @@ class Points:
         self.test = None if test is None else jax.device_put(in_batches(test), replicated(self.mesh))
         self.clients = 0 if test is None else test.num_clients
         self.params_bytes = nbytes(params)
+        self.own: Layout | None = None
+        if test is not None and has_own_models(alg, study.data, test):
+            self.own = layout_of(test, alg, params)
         self._fit(points if most is None else min(points, most))
 
     # -- programs
@@ -204,6 +208,20 @@ class Points:
             row = summarize(scores, self.study.prefix, declared)
             clients = {self.study.prefix + n: values for n, values in client_values(scores, declared).items()}
         return row, clients, finite(params)
+
+    def _look_own(self, values: Any, test: Any, server: PyTree, states: PyTree, blocks: Any) -> Any:
+        """Scores of a chunk of the clients' own models."""
+        point = self._point(values)
+        assert self.own is not None
+        assert point.metrics is not None
+        metrics, prepare = lower_metrics(point.metrics, self.options), point.task.data.preprocess
+        alg = point.task.algorithm
+        return score_blocks(metrics, alg, server, states, test[0], blocks, layout=self.own, preprocess=prepare)
+
+    @functools.cached_property
+    def _looking_own(self) -> Callable:
+        """`_look_own` for all points, made once. States that are on the host have the clients before the points."""
+        return self._mapped(self._look_own, (0, None, 0, 1 if self.on_host else 0, None))
 
     def _mapped(self, function: Callable, in_axes: tuple, out_axes: Any = 0) -> Any:
         """``function`` mapped over points. Arguments with axis None are shared by all points."""
@@ -363,6 +381,8 @@ class Points:
         RoundLoop(driver, schedule, tell).run()
         if watch.finite is None and driver.scorer is not None:  # resumed after the last round: nothing was evaluated
             driver.scorer(driver.server)
+            if driver.personal is not None:
+                driver.personal(driver.server, driver.read_states)
         new = self._result(driver, watch).take(np.arange(real))
         if keep:
             new = new._replace(carry=self._carry(driver, real))
@@ -395,6 +415,10 @@ class Points:
         jax.block_until_ready((driver.server, driver.states))
         watch = _Watch(time.perf_counter())
         driver.scorer = lambda server: watch.note(jax.block_until_ready(self.look(values, server, self.test)))
+        if self.own is not None:
+            look = functools.partial(self._looking_own, values, self.test)
+            own = PersonalEvaluator(look, self.own, declared_by(self.base.metrics))
+            driver.personal = own.of_points(self.study.prefix, watch.own.update)
         return driver, watch
 
     def _carry(self, driver: CompiledRounds, real: int) -> Any:
@@ -418,7 +442,7 @@ class Points:
             driver.done,
             {name: np.asarray(column) for name, column in history.items()},
             evaluations,
-            {name: np.asarray(column) for name, column in watch.clients.items()},
+            {name: np.asarray(column) for name, column in (watch.clients | watch.own).items()},
             stuck | ~np.asarray(watch.finite) | ~np.all([np.isfinite(c).all(1) for c in pooled], 0),
             seconds,
         )
@@ -430,6 +454,7 @@ class _Watch:
     def __init__(self, began: float) -> None:
         self.began = began
         self.clients: dict[str, Any] = {}
+        self.own: dict[str, Any] = {}  # the same of the clients' own models
         self.finite: Any = None
 
     def note(self, seen: tuple) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from fedbraid.simulation import checkpoint, hosts
 from fedbraid.simulation.devices import place, replicated
 from fedbraid.simulation.feed import Feed, Portion
 from fedbraid.simulation.history import History, on_host
+from fedbraid.simulation.personal import read_states
 from fedbraid.simulation.plan import Plan
 from fedbraid.simulation.program import Program
 from fedbraid.simulation.states import HostStates
@@ -91,7 +92,8 @@ class CompiledRounds:
     points: number of points that run together; None for a single run, whose arrays have no axis of points.
     sharding: of the server and the client states.
 
-    Attributes to set: scorer is (server) -> scores; checkpoints is the folder of checkpoints; run is what determines
+    Attributes to set: scorer is (server) -> scores; personal is (server, function from numbers of clients to their
+    states) -> scores of the clients' own models; checkpoints is the folder of checkpoints; run is what determines
     the results, for checkpoints; seconds is the time that one compiled call should take; evaluated is called after
     every evaluation.
     """
@@ -108,6 +110,7 @@ class CompiledRounds:
     ) -> None:
         self.programs, self.feed, self.history, self.points = programs, feed, history, points
         self.scorer: Callable[[PyTree], dict[str, Any]] | None = None
+        self.personal: Callable[[PyTree, Callable], dict[str, Any]] | None = None
         self.checkpoints: Path | None = None
         self.run: dict[str, Any] = {}
         self.seconds = CALL
@@ -276,11 +279,19 @@ class CompiledRounds:
     # -- evaluation and checkpoints
 
     def evaluate(self) -> None:
-        """Evaluate the server's model and keep the scores."""
+        """Evaluate the server's model, and the clients' own ones if there are any, and keep the scores."""
         if self.scorer is not None:
-            self.history.add_evaluation(self.done, self.scorer(hosts.local(self.server)))
+            server = hosts.local(self.server)
+            own = {} if self.personal is None else self.personal(server, self.read_states)
+            self.history.add_evaluation(self.done, self.scorer(server) | own)
             if self.evaluated is not None:
                 self.evaluated()
+
+    def read_states(self, ids: np.ndarray) -> PyTree:
+        """The states of clients ``ids``, stacked; on the devices the axis of points comes before that of clients."""
+        if self.host_states is not None:
+            return hosts.agreed(self.host_states.read(ids))
+        return read_states(hosts.local(self.states), 0 if self.points is None else 1)(ids)
 
     def save(self) -> None:
         """Write a checkpoint. With several hosts, only the first one writes."""

@@ -24,6 +24,7 @@ from fedbraid.simulation.history import History
 from fedbraid.simulation.loop import RoundLoop, Schedule
 from fedbraid.simulation.options import EngineOptions, engine_options
 from fedbraid.simulation.padding import check_padding, recorded_losses
+from fedbraid.simulation.personal import has_own_models, personal_evaluator
 from fedbraid.simulation.placement import Placement, place_run
 from fedbraid.simulation.program import Task, compile_rounds
 from fedbraid.simulation.result import Checkpoints, Info, Progress, Result
@@ -56,6 +57,8 @@ def simulate(
 
     metrics: ``(params, batch) -> {name: (sums, weights)}``, evaluated on ``data.test`` every ``eval_every`` rounds
         (default: at the end only) and after the last. Use :class:`fedbraid.Metrics` for names that are not well known.
+        If the algorithm has an own model for every client (``personal``) and ``data.test`` has the same clients, the
+        own models are evaluated too, each on its client's test examples: columns such as ``test_personal_accuracy``.
     arrival: which uploads arrive.
     checkpoints: where and how often the run is saved.
     on_progress: called about four times per second, or after each round if rounds take longer. If it returns True, the
@@ -107,6 +110,7 @@ def simulate(
         driver.checkpoints, driver.run = checkpoints.folder, run
     if metrics is not None:
         driver.scorer = _scorer(metrics, task, how)
+        driver.personal = _own_scorer(metrics, task, params, how)
     schedule = Schedule(
         rounds,
         None if metrics is None else eval_every or rounds,
@@ -195,6 +199,14 @@ def _scorer(metrics: Callable, task: Task, options: EngineOptions) -> Callable[[
     assert task.data.test is not None
     evaluate = evaluator(lower_metrics(metrics, options), task.data.test)
     return lambda server: evaluate.summary(task.algorithm.params(server))
+
+
+def _own_scorer(metrics: Callable, task: Task, params: PyTree, options: EngineOptions) -> Callable | None:
+    """(server, reader of states) -> scores of the clients' own models; None if they have none to evaluate."""
+    alg, test = task.algorithm, task.data.test
+    if test is None or not has_own_models(alg, task.data, test):
+        return None
+    return personal_evaluator(lower_metrics(metrics, options), alg, params, test).summary
 
 
 def _notice_unused_state(alg: Algorithm, params: PyTree, population: int, rounds: int, cohort: int) -> None:

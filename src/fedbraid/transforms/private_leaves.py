@@ -31,10 +31,10 @@ from fedbraid.core import (
     reduce_reports,
     same,
 )
-from fedbraid.local import ClientData, Fold, LocalWork
+from fedbraid.local import HEAD, ClientData, Fold, LocalWork
 from fedbraid.transforms.uploads import Extended, averages, refuse_sealed
 
-__all__ = ["join", "leaf_names", "matching", "private", "split"]
+__all__ = ["head_of", "join", "keep_private", "leaf_names", "matching", "not_all", "private", "split"]
 
 PyTree = Any
 Leaves = str | Sequence[str] | Callable[[str, Any], bool]
@@ -176,17 +176,33 @@ def private(alg: Algorithm, leaves: Leaves = ()) -> Algorithm:
     """
     if not callable(leaves) and not leaves:
         return alg
+    return keep_private(alg, not_all(leaves, "leaves"))
+
+
+def not_all(leaves: Leaves, argument: str) -> Callable[[PyTree], PyTree]:
+    """A function from the model to the tree that says which leaves are chosen. All of them are an error."""
 
     def choose(params: PyTree) -> PyTree:
-        chosen = matching(params, leaves)
+        chosen = matching(params, leaves, argument=argument)
         if all(jax.tree.leaves(chosen)):
             raise StructureError(
-                f"leaves: {leaves!r} are all leaves of the model ({', '.join(leaf_names(params))}), so that nothing "
-                "is shared: name fewer, or use the algorithm local_only"
+                f"{argument}: {leaves!r} are all leaves of the model ({', '.join(leaf_names(params))}), so that nothing "
+                "is left for the other part: name fewer. If nothing is to be shared, use the algorithm local_only"
             )
         return chosen
 
-    return keep_private(alg, choose)
+    return choose
+
+
+def head_of(loss: Callable, head: Leaves | None) -> Leaves:
+    """The leaves of the model's head: those given, else those that the model of the loss declares."""
+    found: Any = getattr(loss, HEAD, None) if head is None else head
+    if found is None or (not callable(found) and not found):
+        raise ValueError(
+            "head: this model does not say which leaves are its head (its last layer): give patterns of their names, "
+            'such as head = ["dense2"]'
+        )
+    return found
 
 
 def keep_private(alg: Algorithm, choose: Callable[[PyTree], PyTree]) -> Algorithm:
