@@ -1,15 +1,25 @@
 """Federated algorithms, one file per family."""
 
+from fedbraid.algorithms._apfl import apfl
+from fedbraid.algorithms._ditto import ditto
 from fedbraid.algorithms._fair import afl, q_fedavg
 from fedbraid.algorithms._fedac import fedac
+from fedbraid.algorithms._fedacg import fedacg
+from fedbraid.algorithms._fedala import fedala
 from fedbraid.algorithms._fedauto import fedauto
 from fedbraid.algorithms._fedbabu import fedbabu
+from fedbraid.algorithms._fedcm import fedcm
+from fedbraid.algorithms._feddc import feddc
 from fedbraid.algorithms._feddog import feddog
 from fedbraid.algorithms._feddyn import feddyn
 from fedbraid.algorithms._fednova import fednova
 from fedbraid.algorithms._fedper import fedper
+from fedbraid.algorithms._fedproto import fedproto
 from fedbraid.algorithms._fedrep import fedrep
+from fedbraid.algorithms._fedsam import fedsam, mofedsam
+from fedbraid.algorithms._fedspeed import fedspeed
 from fedbraid.algorithms._fedsplit import fedgd, fedprox_exact, fedsplit
+from fedbraid.algorithms._ifca import ifca
 from fedbraid.algorithms._lg_fedavg import lg_fedavg
 from fedbraid.algorithms._local_only import local_only
 from fedbraid.algorithms._local_update import (
@@ -31,7 +41,9 @@ from fedbraid.algorithms._local_update import (
 )
 from fedbraid.algorithms._maml import maml
 from fedbraid.algorithms._mime import locmime, mime, mimelite
+from fedbraid.algorithms._moon import moon
 from fedbraid.algorithms._mvr import mime_mvr, mimelite_mvr, server_only_mvr
+from fedbraid.algorithms._pfedme import pfedme
 from fedbraid.algorithms._pfnm import pfnm
 from fedbraid.algorithms._scaffold import scaffold
 from fedbraid.algorithms._self_tuning import delta_sgd, fedexp, fedhyper
@@ -41,15 +53,21 @@ from fedbraid.names import Names
 
 __all__ = [
     "afl",
+    "apfl",
     "delta_sgd",
     "diloco",
+    "ditto",
     "fedac",
+    "fedacg",
     "fedadagrad",
     "fedadam",
+    "fedala",
     "fedauto",
     "fedavg",
     "fedavgm",
     "fedbabu",
+    "fedcm",
+    "feddc",
     "feddog",
     "feddyn",
     "fedexp",
@@ -58,13 +76,17 @@ __all__ = [
     "fednova",
     "fedopt",
     "fedper",
+    "fedproto",
     "fedprox",
     "fedprox_exact",
     "fedrep",
+    "fedsam",
     "fedsgd",
+    "fedspeed",
     "fedsplit",
     "fedyogi",
     "fomaml",
+    "ifca",
     "lg_fedavg",
     "local_only",
     "local_update",
@@ -77,6 +99,9 @@ __all__ = [
     "mimelite",
     "mimelite_mvr",
     "minibatch_sgd",
+    "mofedsam",
+    "moon",
+    "pfedme",
     "pfnm",
     "q_fedavg",
     "reptile",

@@ -168,6 +168,9 @@ def assemble(config: Config, about: DataDescription | FederatedData) -> Experime
     context: dict[str, Callable[[], Any]] = {
         "loss": lambda: model.loss,
         "outputs": lambda: lambda params, batch: model.predict(params, batch["x"]),
+        "features": lambda: _features(config, model),
+        "num_classes": lambda: _num_classes(config, description),
+        "num_features": lambda: _num_features(config, model, description),
         "population": lambda: population,
         "params": lambda: model.init(address.init_key(config.seed)),
     }
@@ -179,6 +182,30 @@ def assemble(config: Config, about: DataDescription | FederatedData) -> Experime
     if config.attack.share:  # outermost: it replaces the whole upload of an honest client
         algorithm = transforms.attack(algorithm, factor=config.attack.factor)
     return Experiment(config, description, model, algorithm, _arrival(config), data)
+
+
+def _features(config: Config, model: Model) -> Callable[[PyTree, Mapping[str, Any]], Any]:
+    """``(params, batch) -> activations before the last layer``, for algorithms that compare representations."""
+    features = model.features
+    if features is None:
+        raise ConfigError(
+            f"algorithm {config.algorithm.name!r} compares the features of examples, but model {config.model.name!r} "
+            "does not say what they are: give it features=(params, x) -> activations, for example by "
+            "model._replace(features=...), or choose one of the library's models"
+        )
+    return lambda params, batch: features(params, batch["x"])
+
+
+def _num_classes(config: Config, description: DataDescription) -> int:
+    if description.classes is None:
+        raise ConfigError(f"algorithm {config.algorithm.name!r} is for data with classes; this data has none")
+    return description.classes
+
+
+def _num_features(config: Config, model: Model, description: DataDescription) -> int:
+    """The number of features of one example."""
+    params = jax.eval_shape(model.init, address.init_key(config.seed))
+    return jax.eval_shape(_features(config, model), params, dict(description.prepared)).size
 
 
 def _with_metrics(config: Config, model: Model, data: FederatedData | None) -> Model:

@@ -1,4 +1,4 @@
-"""A model is four pure functions over a pytree of arrays.
+"""A model is a few pure functions over a pytree of arrays.
 
 A *batch* is a dict of arrays with one leading axis of B examples, plus ``batch["mask"]`` of shape [B]: 1 for a real
 example, 0 for padding. Images and features are in ``batch["x"]``, targets in ``batch["y"]``.
@@ -30,7 +30,8 @@ class Model(NamedTuple):
     ``metrics`` and ``loss`` agree: ``total(metrics(params, batch)["loss"])`` is ``loss(params, batch, None)``, up to
     rounding. ``metrics`` is a `fedbraid.Metrics`, which declares whether higher or lower values are better. It may be a
     plain function if all its names are well known (`fedbraid.metric.KNOWN`). ``targets`` says which labels the model
-    can have, so that data is checked before training.
+    can have, so that data is checked before training. ``features`` is needed only by methods that compare
+    representations (MOON, FedProto).
 
     >>> import jax, jax.numpy as jnp
     >>> from fedbraid.models import softmax_regression, total
@@ -46,6 +47,7 @@ class Model(NamedTuple):
     metrics: Callable[[PyTree, Batch], dict[str, tuple[Array, Array]]]  # {name: (sums [B], weights [B])}
     predict: Callable[[PyTree, Array], Array]  # (params, x) -> logits or outputs, evaluation mode
     targets: Targets | None = None  # what the field y must be; None: not checked
+    features: Callable[[PyTree, Array], Array] | None = None  # (params, x) -> activations before the last layer
 
 
 def check_sizes(**sizes: int) -> None:
@@ -84,6 +86,7 @@ def supervised(
     per_example: Callable[[Array, Array, Array], Mapping[str, tuple[Array, Array]]],
     penalty: Callable[[PyTree], Array] | None = None,
     targets: Targets | None = None,
+    features: Callable[[PyTree, Array, Array | None], Array] | None = None,
     head: tuple[str, ...] = (),
 ) -> Model:
     """A model from a network and a scorer. Masks, means and penalties are applied only here.
@@ -95,6 +98,7 @@ def supervised(
             A `fedbraid.Metrics` if it has names that are not well known.
         penalty: (params) -> scalar added to the mean loss, such as l2.
         targets: which labels the model can have.
+        features: (params, x, key) -> activations before the last layer; ``apply`` usually calls it.
         head: names of the leaves of the last layer, for methods that treat it apart; empty if it is not known.
     """
 
@@ -113,7 +117,8 @@ def supervised(
     setattr(loss, APPLIES_MASK, True)  # the scorer gets the mask, so engines need not check that padding is ignored
     setattr(loss, HEAD, head)
     declared = Metrics(metrics, declared_by(per_example))
-    return Model(init, loss, declared, lambda params, x: apply(params, x, None), targets)
+    represent = features and (lambda params, x: features(params, x, None))
+    return Model(init, loss, declared, lambda params, x: apply(params, x, None), targets, represent)
 
 
 @declares(LOSS, ACCURACY)

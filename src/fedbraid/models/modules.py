@@ -21,6 +21,7 @@ def from_functions(
     metrics: Callable[[PyTree, Batch], dict[str, tuple[Array, Array]]] | None = None,
     predict: Callable[[PyTree, Array], Array] | None = None,
     targets: Targets | None = None,
+    features: Callable[[PyTree, Array], Array] | None = None,
 ) -> Model:
     """A model from the user's own functions. The engine makes their convolutions fast (docs/lowering.md).
 
@@ -31,6 +32,7 @@ def from_functions(
             Use a `fedbraid.Metrics` to declare names that are not well known.
         predict: (params, x) -> outputs.
         targets: which labels the model can have, such as ``Targets("classes", 10)``; None: labels are not checked.
+        features: (params, x) -> activations before the last layer, for methods that compare them (MOON, FedProto).
 
     >>> import jax, jax.numpy as jnp
     >>> model = from_functions(lambda key: jnp.zeros(2), lambda p, batch, key: jnp.sum((p - batch["x"]) ** 2))
@@ -48,7 +50,7 @@ def from_functions(
     def no_predict(params: PyTree, x: Array) -> Array:
         raise ValueError("this model was made by from_functions without predict: pass predict=(params, x) -> outputs")
 
-    return Model(init, loss, metrics or loss_alone, predict or no_predict, targets)
+    return Model(init, loss, metrics or loss_alone, predict or no_predict, targets, features)
 
 
 def from_equinox(module: Any, *, score: str | Score = "classes", batched: bool = False) -> Model:

@@ -38,10 +38,13 @@ def mlp(d: int, classes: int, *, hidden: Sequence[int] = (300, 100), score: str 
         keys = jax.random.split(key, len(widths) - 1)
         return [dense_init(k, n, m) for k, (n, m) in zip(keys, pairwise(widths), strict=True)]
 
-    def apply(params, x, key):
+    def features(params, x, key):
         x = as_floats(x, (d,))
         for layer in params[:-1]:
             x = jax.nn.relu(dense(layer, x))
-        return last.shape(dense(params[-1], x))
+        return x
 
-    return supervised(init, apply, last.score, targets=last.targets, head=(str(len(hidden)),))
+    def apply(params, x, key):
+        return last.shape(dense(params[-1], features(params, x, key)))
+
+    return supervised(init, apply, last.score, targets=last.targets, features=features, head=(str(len(hidden)),))

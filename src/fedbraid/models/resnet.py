@@ -72,16 +72,19 @@ def resnet18_gn(
         x = conv2d(x, params["w"], stride=stride, padding=params["w"].shape[0] // 2)
         return group_norm(x, params["scale"], params["shift"], groups, **after)
 
-    def apply(params, x, key):
+    def features(params, x, key):
         x = unit(params["stem"], as_floats(x, (rows, cols, channels)), stride, relu=True)
         if stem == "large":
             x = max_pool(x, 2)
         for block, step in zip(params["blocks"], STRIDES, strict=True):
             past = unit(block["shortcut"], x, step) if "shortcut" in block else x
             x = unit(block["two"], unit(block["one"], x, step, relu=True), 1, relu=True, residual=past)
-        return last.shape(dense(params["dense"], x.astype(jnp.float32).mean((1, 2))))
+        return x.astype(jnp.float32).mean((1, 2))
 
-    return supervised(init, apply, last.score, targets=last.targets, head=("dense",))
+    def apply(params, x, key):
+        return last.shape(dense(params["dense"], features(params, x, key)))
+
+    return supervised(init, apply, last.score, targets=last.targets, features=features, head=("dense",))
 
 
 def _unit_init(key: Array, window: int, channels: int, out: int) -> dict[str, Array]:
