@@ -13,6 +13,7 @@ the usual rounds: the algorithm's client, reducer and ``receive`` stay as they a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -103,6 +104,10 @@ class Asynchrony:
                 f"cohort = {cohort}; use a smaller buffer or a larger cohort"
             )
         return taken
+
+    def asked(self, cohort: int) -> int:
+        """How many clients a round asks for ``cohort`` uploads."""
+        return math.ceil(self.over * cohort - 1e-9) if self.name == "semi-synchronous" else cohort
 
     def weights(self, tau: Any) -> np.ndarray:
         """The factor of uploads that are ``tau`` steps old: the staleness weight, for FedAsync times alpha."""

@@ -102,7 +102,7 @@ def simulate(
 
     beside = None if checkpoints is None else checkpoints.folder.with_name("states")
     split = task.data.train
-    run = {"seed": seed, "cohort": size, "clients": split.num_clients, "examples": split.num_examples}
+    run: dict[str, Any] = {"seed": seed, "cohort": size, "clients": split.num_clients, "examples": split.num_examples}
     if task.timing is not None:
         run["timing"] = str(task.timing)
     if checkpoints is not None:

@@ -126,7 +126,7 @@ def _rounds(
 ) -> Iterator[RoundTime]:
     """Synchronous and semi-synchronous rounds: each exchange ends when the last upload that it takes is there."""
     early = how.name == "semi-synchronous"
-    time, wanted = 0.0, min(population, math.ceil(how.over * cohort - 1e-9)) if early else cohort
+    time, wanted = 0.0, min(population, how.asked(cohort))
     for round_ in itertools.count():
         taken: list[np.ndarray] = []
         asked: list[np.ndarray] = []
