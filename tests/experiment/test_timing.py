@@ -76,7 +76,9 @@ def test_methods_of_a_comparison_have_their_own_asynchrony(tmp_path):
         assert time == table["simulated_seconds"][int(row["rounds_to_target"]) - 1]
     assert times[1] < times[0]  # a step with two uploads does not wait for the slowest client
     write_report(collect([tmp_path / "out"]), tmp_path / "report.html")
-    assert "simulated time to 0.2" in (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert "simulated time to 0.2" in page
+    assert "Federated Learning with Buffered Asynchronous Aggregation. AISTATS 2022." in page
     assert list(tmp_path.rglob("test-accuracy-simulated.png"))
 
 

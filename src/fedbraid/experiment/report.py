@@ -353,6 +353,8 @@ def _methods(found: Collection) -> str:
         named[("algorithm", run.config.algorithm.name)] = folder
         for transform in run.config.transforms:
             named[("transform", transform.name)] = folder
+        if run.config.asynchrony.name != "none":
+            named[("asynchrony", run.config.asynchrony.name)] = None
     items = []
     for (kind, name), folder in named.items():
         try:

@@ -122,19 +122,29 @@ class Asynchrony:
 
 
 def fedbuff(buffer: int = 10, *, staleness: Any = "polynomial", a: float | None = None, b: float = 4.0) -> Asynchrony:
-    """FedBuff: a step for every ``buffer`` uploads. See :class:`Asynchrony`."""
+    """FedBuff: a step for every ``buffer`` uploads, with staleness weights. See :class:`Asynchrony`.
+
+    J. Nguyen, K. Malik, H. Zhan, A. Yousefpour, M. Rabbat, M. Malek, D. Huba. Federated Learning with Buffered
+    Asynchronous Aggregation. AISTATS 2022.
+    """
     return Asynchrony("fedbuff", buffer=buffer, staleness=staleness, a=a, b=b)
 
 
 def fedasync(
     alpha: float = 0.6, *, staleness: Any = "polynomial", a: float | None = None, b: float = 4.0
 ) -> Asynchrony:
-    """FedAsync: a step for every upload, with mixing weight ``alpha``. See :class:`Asynchrony`."""
+    """FedAsync: a step for every upload, with mixing weight ``alpha``. See :class:`Asynchrony`.
+
+    C. Xie, S. Koyejo, I. Gupta. Asynchronous Federated Optimization. arXiv:1903.03934, 2019.
+    """
     return Asynchrony("fedasync", alpha=alpha, staleness=staleness, a=a, b=b)
 
 
 def semi_synchronous(over: float = 1.3, *, deadline: float | None = None) -> Asynchrony:
-    """Rounds that ask ``over`` times the cohort, and take the first uploads until the deadline."""
+    """Rounds that ask ``over`` times the cohort, and take the first uploads until the deadline.
+
+    K. Bonawitz et al. Towards Federated Learning at Scale: System Design. MLSys 2019.
+    """
     return Asynchrony("semi-synchronous", over=over, deadline=deadline)
 
 
