@@ -55,7 +55,9 @@ def test_fedper_without_private_leaves_is_fedavg():
     options = {"client_lr": RATE, "batch_size": 2, "epochs": 1}
     plain, own = fb.fedavg(loss, **options), fb.fedper(loss, head=(), **options)
     a, b = (fb.simulate(alg, start(), clients(), rounds=2, cohort=3, devices=1) for alg in (plain, own))
-    for x, y in zip(jax.tree.leaves((a.params, a.server, a.states)), jax.tree.leaves((b.params, b.server, b.states))):
+    for x, y in zip(
+        jax.tree.leaves((a.params, a.server, a.states)), jax.tree.leaves((b.params, b.server, b.states)), strict=True
+    ):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 

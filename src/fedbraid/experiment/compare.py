@@ -44,6 +44,7 @@ from fedbraid.experiment.comparison import (
 )
 from fedbraid.experiment.config import Config, ConfigError
 from fedbraid.experiment.drift import trace_drift
+from fedbraid.experiment.feasibility import check_experiment_timing
 from fedbraid.experiment.figures import draw_curves, save, series
 from fedbraid.experiment.judging import notice_unused
 from fedbraid.experiment.lab import Lab, hold_out_validation
@@ -55,6 +56,7 @@ from fedbraid.experiment.tuning import News, tune
 from fedbraid.metric import Metric, declared_by, global_column, is_personal_column, personal_column
 from fedbraid.notices import notice
 from fedbraid.sealed import Damaged, read_sealed, seal_json
+from fedbraid.simulation.history import SIMULATED
 from fedbraid.simulation.points import Points, PointsResult
 from fedbraid.version import __version__
 
@@ -172,6 +174,8 @@ def _set_up(comparison: Comparison) -> _Setup:
     data = load_named(comparison.config(0))
     cohort = data.train.num_clients if base.cohort == "all" else base.cohort
     built = [assemble(comparison.config(i), data) for i in range(len(comparison.methods))]
+    for experiment in built:
+        check_experiment_timing(experiment)
     if data.test is None:
         raise ConfigError(f"the data {base.data.name!r} has no test split to compare on; set data.test_fraction")
     criteria = [_criterion(comparison, one, data) for one in built]  # all, so that each method is checked
@@ -360,7 +364,7 @@ def _table_of(outcome: PointsResult) -> dict[str, np.ndarray]:
 
 def _statistics(finals: Sequence[Final], criterion: Criterion) -> dict[str, Any]:
     """The statistics of a method's runs, for its row."""
-    scores, rounds_to, bytes_to = [], [], []
+    scores, rounds_to, bytes_to, times_to = [], [], [], []
     for final in finals:
         seen = np.isfinite(final.table[criterion.metric.name])
         at, values = final.table["round"][seen], final.table[criterion.metric.name][seen]
@@ -369,6 +373,8 @@ def _statistics(finals: Sequence[Final], criterion: Criterion) -> dict[str, Any]
         rounds_to.append(reached)
         sent = final.table["bytes_down"] + final.table["bytes_up"]
         bytes_to.append(None if reached is None else float(sent[reached - 1]))
+        clock = final.table.get(SIMULATED)
+        times_to.append(None if reached is None or clock is None else float(clock[reached - 1]))
     sound = not any(final.diverged for final in finals)
     return {
         "diverged": sum(final.diverged for final in finals),
@@ -377,6 +383,7 @@ def _statistics(finals: Sequence[Final], criterion: Criterion) -> dict[str, Any]
         "scores": scores,
         "rounds_to_target": None if None in rounds_to else _mean(rounds_to),
         "bytes_to_target": None if None in bytes_to else _mean(bytes_to),
+        "simulated_seconds_to_target": None if None in times_to else _mean(times_to),
         "reached": sum(r is not None for r in rounds_to),
         "clients": _over_clients([final.clients.get(criterion.metric.name) for final in finals], criterion.metric),
         "seconds": _mean([final.table["seconds"][-1] for final in finals]),

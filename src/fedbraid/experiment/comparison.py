@@ -46,6 +46,8 @@ class Method(BaseModel):
     label: str = ""
     over: dict[str, Any] = {}
     transforms: list[dict[str, Any]] | None = None
+    asynchrony: dict[str, Any] | None = None  # this method's section of that name
+    rounds: Annotated[int, Field(ge=1)] | None = None  # of this method, such as the server steps of FedBuff
 
     @property
     def options(self) -> dict[str, Any]:
@@ -82,6 +84,10 @@ class Comparison(NamedTuple):
         tree["algorithm"] = {"name": method.name, **common, **method.options}
         if method.transforms is not None:
             tree["transforms"] = method.transforms
+        if method.asynchrony is not None:
+            tree["asynchrony"] = method.asynchrony
+        if method.rounds is not None:
+            tree["rounds"] = method.rounds
         if cohort is not None:
             tree["cohort"] = cohort
         try:

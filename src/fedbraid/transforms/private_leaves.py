@@ -186,8 +186,8 @@ def not_all(leaves: Leaves, argument: str) -> Callable[[PyTree], PyTree]:
         chosen = matching(params, leaves, argument=argument)
         if all(jax.tree.leaves(chosen)):
             raise StructureError(
-                f"{argument}: {leaves!r} are all leaves of the model ({', '.join(leaf_names(params))}), so that nothing "
-                "is left for the other part: name fewer. If nothing is to be shared, use the algorithm local_only"
+                f"{argument}: {leaves!r} are all leaves of the model ({', '.join(leaf_names(params))}), so that "
+                "nothing is left for the other part: name fewer. If nothing is to be shared, use the algorithm local_only"
             )
         return chosen
 
