@@ -13,6 +13,7 @@ from fedbraid.models.resnet import resnet18_gn
 from fedbraid.models.scoring import with_metrics
 from fedbraid.models.targets import Targets, check_targets
 from fedbraid.models.torch_modules import from_torch, to_torch
+from fedbraid.models.transformer import encoder, gpt
 
 __all__ = [
     "MODELS",
@@ -25,11 +26,13 @@ __all__ = [
     "conv2d",
     "dropout",
     "emnist_cnn",
+    "encoder",
     "from_equinox",
     "from_flax",
     "from_functions",
     "from_nnx",
     "from_torch",
+    "gpt",
     "least_squares",
     "logistic",
     "max_pool",

@@ -13,6 +13,7 @@ from fedbraid.models.lstm import char_lstm, word_lstm
 from fedbraid.models.model import Model
 from fedbraid.models.perceptron import mlp
 from fedbraid.models.resnet import resnet18_gn
+from fedbraid.models.transformer import encoder, gpt
 from fedbraid.names import Names, resolve
 
 __all__ = ["MODELS", "NAMES", "build", "resolve"]
@@ -29,6 +30,8 @@ MODELS: dict[str, Callable[..., Model]] = {
     "resnet18_gn": resnet18_gn,
     "char_lstm": char_lstm,
     "word_lstm": word_lstm,
+    "gpt": gpt,
+    "encoder": encoder,
 }
 """The library's own models, and their factories."""
 
@@ -50,6 +53,8 @@ _FEATURES = {"d": lambda shapes, classes: math.prod(shapes["x"])}
 _CLASSES = {"classes": lambda shapes, classes: classes}
 _IMAGE = {"image": lambda shapes, classes: _image(shapes)}
 _VOCAB = {"vocab": lambda shapes, classes: classes}
+_LENGTH = {"length": lambda shapes, classes: shapes["x"][0] if len(shapes["x"]) == 1 else None}
+_OPTION = {"vocab": lambda shapes, classes: None}  # a data set with labels does not say how many token ids it has
 _SIZES: dict[str, dict[str, Callable[[Shapes, int | None], Any]]] = {
     "least_squares": _FEATURES,
     "logistic": _FEATURES,
@@ -60,6 +65,8 @@ _SIZES: dict[str, dict[str, Callable[[Shapes, int | None], Any]]] = {
     "resnet18_gn": _IMAGE | _CLASSES,
     "char_lstm": _VOCAB,
     "word_lstm": _VOCAB,
+    "gpt": _VOCAB | _LENGTH,
+    "encoder": _OPTION | _CLASSES | _LENGTH,
 }
 
 
