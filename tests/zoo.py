@@ -534,6 +534,13 @@ TRANSFORMS: dict[str, Row] = {
     "norm_bound": _over_scaffold(
         tf.norm_bound, (lambda: tf.norm_bound(_plain(), bound=-1.0), "bound"), bound=0.5, rates={"bound": 1.0}
     ),
+    "private": Row(
+        tf.private,
+        {"leaves": "b"},
+        over=fb.scaffold,
+        invariant=lambda server, states: _gap(server.inner.c["w"], states.inner["w"]),
+        refuses=((lambda: tf.private(tf.quantize(_plain()), "b"), "inside"),),
+    ),
     "qsgd": _over_scaffold(tf.qsgd, (lambda: tf.qsgd(_plain(), levels=500), "levels"), levels=4, draws=True),
     "quantize": _over_scaffold(tf.quantize, (lambda: tf.quantize(_plain(), bits=5), "bits"), draws=True),
     "top_k": _over_scaffold(tf.top_k, (lambda: tf.top_k(_plain(), fraction=0.0), "fraction"), fraction=0.4),
