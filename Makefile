@@ -21,12 +21,12 @@ faults: $(VENV)/dev.stamp ## the whole fault harness, with counts; `make test` r
 
 torch-test: .venv-torch/stamp ## models of PyTorch, Hugging Face and flax.nnx, in an environment that has these
 	.venv-torch/bin/python -m pytest tests/models/test_torch.py tests/models/test_nnx.py tests/models/test_doors.py \
-	  tests/models/test_transformers.py
+	  tests/models/test_transformers.py tests/models/test_lora.py
 
 .venv-torch/stamp: pyproject.toml
 	$(PYTHON) -m venv .venv-torch
 	.venv-torch/bin/python -m pip --disable-pip-version-check -q install $(TORCH)
-	.venv-torch/bin/python -m pip --disable-pip-version-check -q install -e '.[torch,flax]' transformers pytest hypothesis
+	.venv-torch/bin/python -m pip --disable-pip-version-check -q install -e '.[torch,flax]' transformers peft pytest hypothesis
 	touch $@
 
 wheel: $(VENV)/dev.stamp ## build the package, check it, install it into an empty environment and run the demo there

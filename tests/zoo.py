@@ -429,7 +429,7 @@ ALGORITHMS: dict[str, Row] = {
     ),
 }
 
-ELSEWHERE = {"pfnm": "algorithms/test_pfnm.py"}
+ELSEWHERE = {"pfnm": "algorithms/test_pfnm.py", "flexlora": "algorithms/test_flexlora.py"}
 """Algorithms for one kind of network, and the test that runs `fedbraid.testing.check` on them with such a network."""
 
 

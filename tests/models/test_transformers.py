@@ -7,6 +7,7 @@ import pytest
 from scipy.special import log_softmax, softmax
 
 from fedbraid import models
+from gpt2 import gpt2_weights
 
 RNG = np.random.default_rng(1)
 TOKENS = np.array([[3, 1, 4, 1, 5, 2], [5, 6, 2, 0, 0, 0], [2, 6, 1, 3, 0, 0]], np.int32)
@@ -192,14 +193,7 @@ def test_gpt_is_gpt2_of_transformers():
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=1)).eval()
     model = models.gpt(7, **SIZES)
     p = drawn_once(model)
-    names = {"norm1": "ln_1", "qkv": "attn.c_attn", "out": "attn.c_proj", "norm2": "ln_2", "up": "mlp.c_fc"}
-    names["down"] = "mlp.c_proj"
-    state = {"wte.weight": p["embedding"], "wpe.weight": p["positions"]}
-    for i, block in [*enumerate(p["blocks"]), (None, {"norm": p["norm"]})]:
-        for name, layer in block.items():
-            prefix = "ln_f" if i is None else f"h.{i}.{names[name]}"
-            state |= {f"{prefix}.{'bias' if k in ('b', 'bias') else 'weight'}": v for k, v in layer.items()}
-    theirs.transformer.load_state_dict({k: torch.tensor(v, dtype=torch.float32) for k, v in state.items()})
+    theirs.transformer.load_state_dict({k: torch.tensor(v, dtype=torch.float32) for k, v in gpt2_weights(p).items()})
     logits = theirs(torch.tensor(TOKENS, dtype=torch.long)).logits
     np.testing.assert_allclose(
         jax.jit(model.predict)(singles(p), TOKENS), logits.detach().numpy(), rtol=1e-5, atol=1e-5

@@ -7,6 +7,7 @@ from fedbraid.algorithms._feddog import feddog
 from fedbraid.algorithms._feddyn import feddyn
 from fedbraid.algorithms._fednova import fednova
 from fedbraid.algorithms._fedsplit import fedgd, fedprox_exact, fedsplit
+from fedbraid.algorithms._flexlora import flexlora
 from fedbraid.algorithms._local_update import (
     diloco,
     fedadagrad,
@@ -56,6 +57,7 @@ __all__ = [
     "fedsgd",
     "fedsplit",
     "fedyogi",
+    "flexlora",
     "fomaml",
     "local_update",
     "locmime",

@@ -46,6 +46,7 @@ class Model(NamedTuple):
     metrics: Callable[[PyTree, Batch], dict[str, tuple[Array, Array]]]  # {name: (sums [B], weights [B])}
     predict: Callable[[PyTree, Array], Array]  # (params, x) -> logits or outputs, evaluation mode
     targets: Targets | None = None  # what the field y must be; None: not checked
+    merge: Callable[[PyTree], PyTree] | None = None  # (params) -> all weights, of a model with frozen parts; see `lora`
 
 
 def check_sizes(**sizes: int) -> None:
