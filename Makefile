@@ -20,12 +20,13 @@ faults: $(VENV)/dev.stamp ## the whole fault harness, with counts; `make test` r
 	FEDBRAID_FAULTS=whole $(BIN)/python -m pytest -n $(WORKERS) tests/faults
 
 torch-test: .venv-torch/stamp ## models of PyTorch, Hugging Face and flax.nnx, in an environment that has these
-	.venv-torch/bin/python -m pytest tests/models/test_torch.py tests/models/test_nnx.py tests/models/test_doors.py
+	.venv-torch/bin/python -m pytest tests/models/test_torch.py tests/models/test_nnx.py tests/models/test_doors.py \
+	  tests/models/test_transformers.py tests/models/test_lora.py
 
 .venv-torch/stamp: pyproject.toml
 	$(PYTHON) -m venv .venv-torch
 	.venv-torch/bin/python -m pip --disable-pip-version-check -q install $(TORCH)
-	.venv-torch/bin/python -m pip --disable-pip-version-check -q install -e '.[torch,flax]' transformers pytest hypothesis
+	.venv-torch/bin/python -m pip --disable-pip-version-check -q install -e '.[torch,flax]' transformers peft pytest hypothesis
 	touch $@
 
 lowest newest: ## all tests with the lowest, or the newest, versions that pyproject.toml allows

@@ -549,6 +549,7 @@ ALGORITHMS: dict[str, Row] = {
 
 ELSEWHERE = {
     "pfnm": "algorithms/test_pfnm.py",
+    "flexlora": "algorithms/test_flexlora.py",
     "local_only": "algorithms/test_personal.py",
     "moon": "algorithms/test_features.py",
     "fedproto": "algorithms/test_features.py",

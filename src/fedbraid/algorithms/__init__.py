@@ -19,6 +19,7 @@ from fedbraid.algorithms._fedrep import fedrep
 from fedbraid.algorithms._fedsam import fedsam, mofedsam
 from fedbraid.algorithms._fedspeed import fedspeed
 from fedbraid.algorithms._fedsplit import fedgd, fedprox_exact, fedsplit
+from fedbraid.algorithms._flexlora import flexlora
 from fedbraid.algorithms._ifca import ifca
 from fedbraid.algorithms._lg_fedavg import lg_fedavg
 from fedbraid.algorithms._local_only import local_only
@@ -85,6 +86,7 @@ __all__ = [
     "fedspeed",
     "fedsplit",
     "fedyogi",
+    "flexlora",
     "fomaml",
     "ifca",
     "lg_fedavg",

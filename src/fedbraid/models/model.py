@@ -48,6 +48,7 @@ class Model(NamedTuple):
     predict: Callable[[PyTree, Array], Array]  # (params, x) -> logits or outputs, evaluation mode
     targets: Targets | None = None  # what the field y must be; None: not checked
     features: Callable[[PyTree, Array], Array] | None = None  # (params, x) -> activations before the last layer
+    merge: Callable[[PyTree], PyTree] | None = None  # (params) -> all weights, of a model with frozen parts; see `lora`
 
 
 def check_sizes(**sizes: int) -> None:

@@ -28,7 +28,7 @@ from fedbraid import address
 from fedbraid.core import Algorithm, finite
 from fedbraid.costs import cost, data_shapes, nbytes
 from fedbraid.data.federated import FederatedData, Split
-from fedbraid.lowering import lower_metrics, notice_unmet
+from fedbraid.lowering import captured, lower_metrics, notice_unmet
 from fedbraid.metric import declared_by, is_client_column
 from fedbraid.simulation import checkpoint
 from fedbraid.simulation.asynchrony import Versions, no_past
@@ -246,7 +246,7 @@ class Points:
             many, one = PartitionSpec(AXIS), PartitionSpec()
             specs = tuple(many if axis == 0 else one for axis in in_axes)
             mapped = jax.shard_map(mapped, mesh=self.mesh, in_specs=specs, out_specs=many, check_vma=False)
-        return jax.jit(mapped)
+        return captured.jit(mapped, sharding=replicated(self.mesh))
 
     def _program(self, size: int) -> tuple[Callable, Callable, int]:
         """Compiled rounds and evaluation of ``size`` points, and the bytes that they need on a device."""

@@ -21,7 +21,7 @@ from fedbraid import address
 from fedbraid.core import Algorithm
 from fedbraid.data.federated import FederatedData
 from fedbraid.local import LocalWork
-from fedbraid.lowering import lower
+from fedbraid.lowering import captured, lower
 from fedbraid.simulation.arrival import Arrival, everyone
 from fedbraid.simulation.asynchrony import Versions
 from fedbraid.simulation.devices import AXIS, replicated
@@ -71,10 +71,8 @@ def compile_rounds(task: Task, plan: Plan, mesh: Mesh, options: EngineOptions, *
     rounds = _Rounds(lowered, plan, mesh, options, local)
     # with several hosts every host must be able to read the results; on one host the compiler chooses the sharding
     everywhere = {"out_shardings": replicated(mesh)} if mesh.is_multi_process else {}
-    return Program(
-        partial(jax.jit, **everywhere)(rounds.many),
-        partial(jax.jit, static_argnums=(0,), **everywhere)(rounds.exchange),
-    )
+    compiled = partial(captured.jit, sharding=replicated(mesh) if mesh.devices.size > 1 else None, **everywhere)
+    return Program(compiled(rounds.many), compiled(rounds.exchange, static_argnums=(0,)))
 
 
 @dataclass(frozen=True, eq=False)
