@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo check test faults torch-test wheel lint types clean
+.PHONY: demo check test faults torch-test docs wheel lint types clean
 
 demo: $(VENV)/core.stamp ## install what is needed and train the embedded default
 	$(BIN)/fedbraid run --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -26,6 +26,14 @@ torch-test: .venv-torch/stamp ## models of PyTorch, Hugging Face and flax.nnx, i
 	$(PYTHON) -m venv .venv-torch
 	.venv-torch/bin/python -m pip --disable-pip-version-check -q install $(TORCH)
 	.venv-torch/bin/python -m pip --disable-pip-version-check -q install -e '.[torch,flax]' transformers pytest hypothesis
+	touch $@
+
+docs: .venv-docs/stamp ## build the documentation site into site/; the tutorials are executed, any warning is an error
+	PYTHONPATH=docs .venv-docs/bin/python -m sitebuild
+
+.venv-docs/stamp: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip --disable-pip-version-check -q install -e '.[docs]'
 	touch $@
 
 wheel: $(VENV)/dev.stamp ## build the package, check it, install it into an empty environment and run the demo there
@@ -61,4 +69,4 @@ $(VENV)/dev.stamp: pyproject.toml | $(BIN)/python
 	touch $@ $(VENV)/core.stamp
 
 clean:
-	rm -rf $(VENV) .venv-torch runs
+	rm -rf $(VENV) .venv-torch .venv-docs site build/docs build/docs-cache runs
