@@ -13,19 +13,17 @@ import functools
 import hashlib
 import io
 import json
-import multiprocessing
 import os
 import re
 import shutil
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sitebuild import ROOT
+from sitebuild import DOCS, ROOT
 from sitebuild.blocks import PICTURE, Block, blocks_of, commands_of
 
 WIDTH = "100"  # columns of what commands print
@@ -176,23 +174,29 @@ def run_pages(pages: list[Path], cache: Path, *, workers: int = 2) -> None:
     """Run the pages whose results are not in the cache, each in a process of its own."""
     todo = [page for page in pages if not (_kept(page, cache) / "done.json").is_file()]
     todo.sort(key=lambda page: "deploy up" not in page.read_text())  # the longest first
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:
-        for line in pool.map(_run_and_keep, todo, [cache] * len(todo)):
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        for line in pool.map(_in_a_process, todo, [cache] * len(todo)):
             print(line, flush=True)
 
 
-def _run_and_keep(page: Path, cache: Path) -> str:
+def _in_a_process(page: Path, cache: Path) -> str:
+    words = [sys.executable, "-m", "sitebuild.execute", str(page), str(cache)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(DOCS), os.environ.get("PYTHONPATH", "")])}
+    ran = subprocess.run(words, env=environment, stderr=subprocess.PIPE, text=True, check=False)
+    if ran.returncode:
+        raise PageError(ran.stderr)
+    return f"executed {page.relative_to(ROOT)}"
+
+
+def _run_and_keep(page: Path, cache: Path) -> None:
     import fedbraid
 
     fedbraid.use_cores()
-    start = time.perf_counter()
     kept = _kept(page, cache)
     shutil.rmtree(kept, ignore_errors=True)
     done = run_page(page, kept, building=True)
     found = [[d.block.end, d.printed, [p.name for p in d.pictures]] for d in done]
     (kept / "done.json").write_text(json.dumps(found))
-    return f"executed {page.relative_to(ROOT)} in {time.perf_counter() - start:.0f} s"
 
 
 def _kept(page: Path, cache: Path) -> Path:
@@ -239,3 +243,7 @@ def pages_to_execute(docs: Path, folders: tuple[str, ...]) -> list[Path]:
     """The pages of these folders that have something to run."""
     pages = [page for folder in folders for page in sorted((docs / folder).glob("*.md"))]
     return [page for page in pages if any(b.language in ("python", "sh") for b in blocks_of(page.read_text()))]
+
+
+if __name__ == "__main__":
+    _run_and_keep(Path(sys.argv[1]), Path(sys.argv[2]))

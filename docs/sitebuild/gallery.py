@@ -13,8 +13,11 @@ REPRODUCTIONS = DOCS / "reproductions"
 
 
 def examples() -> list[dict[str, Any]]:
-    """The examples of the gallery: title, command, what to see, seconds, machine, picture."""
-    return json.loads((EXAMPLES / "examples.json").read_text())
+    """The examples of the gallery, with the seconds and the machine of their last run."""
+    from sitebuild.examples import COMMANDS
+
+    ran = {row["name"]: row for row in json.loads((EXAMPLES / "examples.json").read_text())}
+    return [one._asdict() | ran[one.name] | {"picture": f"{one.name}.png"} for one in COMMANDS]
 
 
 def reproductions() -> list[dict[str, Any]]:
