@@ -464,7 +464,11 @@ ALGORITHMS: dict[str, Row] = {
     ),
 }
 
-ELSEWHERE = {"pfnm": "algorithms/test_pfnm.py", "local_only": "algorithms/test_personal.py"}
+ELSEWHERE = {
+    "fedbn": "algorithms/test_fedbn.py",
+    "local_only": "algorithms/test_personal.py",
+    "pfnm": "algorithms/test_pfnm.py",
+}
 """Algorithms for one kind of network or without a global model, and the test that runs `fedbraid.testing.check`."""
 
 

@@ -4,6 +4,7 @@ from fedbraid.algorithms._fair import afl, q_fedavg
 from fedbraid.algorithms._fedac import fedac
 from fedbraid.algorithms._fedauto import fedauto
 from fedbraid.algorithms._fedbabu import fedbabu
+from fedbraid.algorithms._fedbn import fedbn
 from fedbraid.algorithms._feddog import feddog
 from fedbraid.algorithms._feddyn import feddyn
 from fedbraid.algorithms._fednova import fednova
@@ -50,6 +51,7 @@ __all__ = [
     "fedavg",
     "fedavgm",
     "fedbabu",
+    "fedbn",
     "feddog",
     "feddyn",
     "fedexp",
