@@ -553,6 +553,7 @@ ELSEWHERE = {
     "local_only": "algorithms/test_personal.py",
     "moon": "algorithms/test_features.py",
     "fedproto": "algorithms/test_features.py",
+    "fedbn": "algorithms/test_fedbn.py",
 }
 """Algorithms for one kind of network or without a global model, and the test that runs `fedbraid.testing.check`."""
 

@@ -8,6 +8,7 @@ from fedbraid.algorithms._fedacg import fedacg
 from fedbraid.algorithms._fedala import fedala
 from fedbraid.algorithms._fedauto import fedauto
 from fedbraid.algorithms._fedbabu import fedbabu
+from fedbraid.algorithms._fedbn import fedbn
 from fedbraid.algorithms._fedcm import fedcm
 from fedbraid.algorithms._feddc import feddc
 from fedbraid.algorithms._feddog import feddog
@@ -67,6 +68,7 @@ __all__ = [
     "fedavg",
     "fedavgm",
     "fedbabu",
+    "fedbn",
     "fedcm",
     "feddc",
     "feddog",
