@@ -552,6 +552,7 @@ ELSEWHERE = {
     "local_only": "algorithms/test_personal.py",
     "moon": "algorithms/test_features.py",
     "fedproto": "algorithms/test_features.py",
+    "fedrod": "algorithms/test_features.py",
 }
 """Algorithms for one kind of network or without a global model, and the test that runs `fedbraid.testing.check`."""
 
