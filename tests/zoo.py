@@ -554,6 +554,7 @@ ELSEWHERE = {
     "moon": "algorithms/test_features.py",
     "fedproto": "algorithms/test_features.py",
     "fedbn": "algorithms/test_fedbn.py",
+    "fedrod": "algorithms/test_features.py",
 }
 """Algorithms for one kind of network or without a global model, and the test that runs `fedbraid.testing.check`."""
 

@@ -17,6 +17,7 @@ from fedbraid.algorithms._fednova import fednova
 from fedbraid.algorithms._fedper import fedper
 from fedbraid.algorithms._fedproto import fedproto
 from fedbraid.algorithms._fedrep import fedrep
+from fedbraid.algorithms._fedrod import fedrod
 from fedbraid.algorithms._fedsam import fedsam, mofedsam
 from fedbraid.algorithms._fedspeed import fedspeed
 from fedbraid.algorithms._fedsplit import fedgd, fedprox_exact, fedsplit
@@ -83,6 +84,7 @@ __all__ = [
     "fedprox",
     "fedprox_exact",
     "fedrep",
+    "fedrod",
     "fedsam",
     "fedsgd",
     "fedspeed",
