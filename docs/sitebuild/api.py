@@ -107,7 +107,7 @@ def _entry(path: str, package: str) -> list[str]:
         if " at 0x" in shown
         else ["", "```python", f"{name} = {shown[:VALUE]}{' ...' if len(shown) > VALUE else ''}", "```"]
     )
-    return [f"## {name} {{ #{path} }}", "", f"A constant or alias, of type `{type(thing).__name__}`.", *value]
+    return [f"## `{name}` {{ #{path} }}", "", f"A constant or alias, of type `{type(thing).__name__}`.", *value]
 
 
 def _index(listed: dict[str, list[Listed]]) -> str:

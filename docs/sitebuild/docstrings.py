@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-ENTRY = re.compile(r"^((?:\w+|\*+\w+|``[^`]+``)(?:(?:, | and |/)(?:\w+|``[^`]+``))*)(?: \[([^\]]+)\])?: (?=\S)")
+ENTRY = re.compile(r"^((?:\w+|\*+\w+|``[^`]+``)(?:(?:, | and | or |/)(?:\w+|``[^`]+``))*)(?: \[([^\]]+)\])?: (?=\S)")
 ROLE = re.compile(r":(?:class|func|mod|meth|attr|data|exc):`~?([^`]+)`")
 
 

@@ -113,7 +113,8 @@ def _command(words: list[str]) -> str:
     if words[0] != "fedbraid" or words[1:2] == ["deploy"]:  # `deploy` starts and ends processes
         if words[0] == "fedbraid":
             words = [sys.executable, "-m", "fedbraid", *words[1:]]
-        ran = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        wide = {**os.environ, "COLUMNS": "300"}  # the paths of the build, which are cut out later, are long
+        ran = subprocess.run(words, env=wide, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         if ran.returncode:
             raise PageError(f"{' '.join(words)} ended with {ran.returncode}: {ran.stdout}")
         return ran.stdout
@@ -175,12 +176,12 @@ def run_pages(pages: list[Path], cache: Path, *, workers: int = 2) -> None:
     todo = [page for page in pages if not (_kept(page, cache) / "done.json").is_file()]
     todo.sort(key=lambda page: "deploy up" not in page.read_text())  # the longest first
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        for line in pool.map(_in_a_process, todo, [cache] * len(todo)):
+        for line in pool.map(_in_a_process, todo, [_kept(page, cache) for page in todo]):
             print(line, flush=True)
 
 
-def _in_a_process(page: Path, cache: Path) -> str:
-    words = [sys.executable, "-m", "sitebuild.execute", str(page), str(cache)]
+def _in_a_process(page: Path, kept: Path) -> str:
+    words = [sys.executable, "-m", "sitebuild.execute", str(page), str(kept)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(DOCS), os.environ.get("PYTHONPATH", "")])}
     ran = subprocess.run(words, env=environment, stderr=subprocess.PIPE, text=True, check=False)
     if ran.returncode:
@@ -188,11 +189,10 @@ def _in_a_process(page: Path, cache: Path) -> str:
     return f"executed {page.relative_to(ROOT)}"
 
 
-def _run_and_keep(page: Path, cache: Path) -> None:
+def _run_and_keep(page: Path, kept: Path) -> None:
     import fedbraid
 
     fedbraid.use_cores()
-    kept = _kept(page, cache)
     shutil.rmtree(kept, ignore_errors=True)
     done = run_page(page, kept, building=True)
     found = [[d.block.end, d.printed, [p.name for p in d.pictures]] for d in done]
@@ -242,7 +242,11 @@ def _source() -> bytes:
 def pages_to_execute(docs: Path, folders: tuple[str, ...]) -> list[Path]:
     """The pages of these folders that have something to run."""
     pages = [page for folder in folders for page in sorted((docs / folder).glob("*.md"))]
-    return [page for page in pages if any(b.language in ("python", "sh") for b in blocks_of(page.read_text()))]
+    return [page for page in pages if any(map(_runs, blocks_of(page.read_text())))]
+
+
+def _runs(block: Block) -> bool:
+    return block.language in ("python", "sh") and block.when != "not run"
 
 
 if __name__ == "__main__":
