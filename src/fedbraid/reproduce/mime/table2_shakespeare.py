@@ -303,7 +303,8 @@ ENTRY = Entry(
         "are within: MimeSGD 55.9 (paper 56.1), MimeMom 52.3 (53.6), MimeLiteAdam 54.2 (54.0), MimeAdam 54.2 (54.1), "
         "MimeLiteAdagrad 56.4 (56.8) and MimeAdagrad 56.5 (57.1). Five of the six are within 0.7 points. The other "
         "four of the ten are FedAvgSGD, MimeLiteSGD, FedAvgMom and FedAvgAdagrad, which the reading does not change. "
-        "The two that are outside are FedAvgAdam, and MimeLiteMom, which was not run under this reading. All six gain against Table 4's numbers of clients: Adagrad 1.5 and 2.8 "
+        "The two that are outside are FedAvgAdam, and MimeLiteMom, which was not run under this reading. All six gain "
+        "against Table 4's numbers of clients: Adagrad 1.5 and 2.8 "
         "points, the others 0.9 to 2.5. So the paper's numbers fit twenty clients, and not the equal communication of "
         "Table 4: a round then sends 100 to 140 models instead of 40.",
         "Under that reading MimeAdagrad is the best of all, as in the paper, but only 0.03 points ahead of "
