@@ -3,8 +3,8 @@
     python benchmarks/peers/pfllib_runner.py PFLLIB_CHECKOUT SPLIT_FOLDER --out theirs.json [--only NAME ...]
 
 Needs an environment of its own with torch, torchvision, scikit-learn, h5py, ujson and matplotlib, not fedbraid. It
-writes the accuracy after the last round and the seconds of a round without evaluation, for every method and seed, and
-the initial models to SPLIT_FOLDER, so that the other side starts from the same numbers.
+writes the accuracy after the last round and the processor seconds of a round without evaluation, for every method and
+seed, and the initial models to SPLIT_FOLDER, so that the other side starts from the same numbers.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,6 @@ MODULES = {  # name of PFLlib's server class: its module
     "FedProx": "serverprox",
     "SCAFFOLD": "serverscaffold",
     "Ditto": "serverditto",
-    "pFedMe": "serverpFedMe",
     "MOON": "servermoon",
     "FedProto": "serverproto",
     "FedPer": "serverper",
@@ -93,8 +93,7 @@ def run(name: str, settings: dict, seed: int, model: nn.Module) -> tuple[float, 
     for reseed in (torch.manual_seed, np.random.seed, random.seed):  # every client of PFLlib sets torch's seed to 0
         reseed(seed)
     server.train()
-    accuracies = getattr(server, "rs_test_acc_per", None) or server.rs_test_acc
-    return accuracies[-1], statistics.median(server.Budget[1:-1])
+    return server.rs_test_acc[-1], statistics.median(server.Budget[1:-1])
 
 
 def main() -> None:
@@ -116,6 +115,7 @@ def main() -> None:
     os.chdir(options.pfllib / "system")
     sys.path.insert(0, ".")
     torch.set_num_threads(1)
+    time.time = time.process_time  # PFLlib times its rounds with it; processor seconds do not depend on other load
     report = json.loads(out.read_text()) if out.exists() else {"methods": {}}
     report |= {"torch": torch.__version__, "numpy": np.__version__, "commit": commit, "settings": settings}
     for name in options.only or settings["methods"]:
