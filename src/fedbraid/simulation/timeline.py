@@ -45,6 +45,7 @@ __all__ = ["Arrivals", "RoundTime", "Timeline", "Timing", "read_order"]
 
 _CHOICE = 16  # purpose of the random numbers that choose clients
 TRIES = 32  # draws before the free clients are listed
+FEW = 4  # clients that start one by one
 RECENT = 256  # rounds that a timeline remembers
 
 
@@ -217,9 +218,13 @@ class _Events:
         clients = self._choose(self.cohort - len(self.working))
         if not len(clients):
             return
-        ends, arrive = self.devices.end(0, self.version, clients, self.time)
-        for client, end, arrives in zip(clients.tolist(), ends.tolist(), arrive.tolist(), strict=True):
-            heapq.heappush(self.working, _Job(end, self.started, client, self.version, arrives))
+        which = clients.tolist()
+        if len(which) <= FEW:  # Python's numbers are faster than arrays of one number
+            told = [self.devices.end(0, self.version, client, self.time) for client in which]
+        else:
+            told = list(zip(*self.devices.end(0, self.version, clients, self.time), strict=True))
+        for client, (end, arrives) in zip(which, told, strict=True):
+            heapq.heappush(self.working, _Job(float(end), self.started, client, self.version, bool(arrives)))
             self.started += 1
             self.away[client] = True
         self.places.use(self.version, len(clients))
