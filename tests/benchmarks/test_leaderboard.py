@@ -29,7 +29,8 @@ def bench():
 def test_every_method_for_one_global_model_is_measured_or_left_out_with_a_reason(bench):
     plan = bench("plan")
     listed = {*plan.BY_METHOD, *plan.LEFT_OUT}
-    missing = [name for name in ALGORITHMS if name not in listed and zoo.ALGORITHMS[name].make().personal is None]
+    rest = [name for name in ALGORITHMS if name not in listed]
+    missing = [name for name in rest if name not in zoo.ALGORITHMS or zoo.ALGORITHMS[name].make().personal is None]
     assert not missing, "add these to METHODS or LEFT_OUT of benchmarks/leaderboard/plan.py"
     assert not set(plan.BY_METHOD) & set(plan.LEFT_OUT)
 
