@@ -36,7 +36,12 @@ def version(package: str) -> str:
 
 
 def commit() -> str:
-    """The commit of the working tree, with a plus sign if files differ from it; "unknown" outside of a repository."""
+    """The commit of the working tree, with a plus sign if files differ from it; "unknown" outside of a repository.
+
+    The variable BENCHMARK_COMMIT names it where a copy of the files is measured.
+    """
+    if given := os.environ.get("BENCHMARK_COMMIT"):
+        return given
     command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=7", "--exclude=*", "--dirty=+"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

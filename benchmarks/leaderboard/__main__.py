@@ -2,7 +2,7 @@
 
     python benchmarks/leaderboard --cell FEDERATION METHOD [--data DATA] [--files FILES]
     python benchmarks/leaderboard --all [--processes N] [--seconds S] [--out OUT] [--data DATA] [--files FILES]
-    python benchmarks/leaderboard --collect OUT
+    python benchmarks/leaderboard --collect OUT [--commit COMMIT]
     python benchmarks/leaderboard --page
 
 - --cell measures one cell, prints it, and says whether it agrees with docs/leaderboard.json
@@ -147,6 +147,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=float, default=1e6, help="start no cell that would end later")
     parser.add_argument("--until", type=float, default=float("inf"), help=argparse.SUPPRESS)
+    parser.add_argument("--commit", help="with --collect: the commit of the code that measured the cells")
     parser.add_argument("--rounds", type=int, help="fewer rounds, for a trial")
     return parser.parse_args()
 
@@ -167,7 +168,7 @@ def main() -> None:
     elif given.collect:
         from board import collect
 
-        print(collect(given.collect, DOCS))
+        print(collect(given.collect, DOCS, given.commit))
     else:
         from board import write_page
 

@@ -124,6 +124,11 @@ LEFT_OUT = {
     "meta_minibatch_prox": "fedprox with equal weights, for models that clients adapt",
     "fomaml": "its model is meant to be adapted by each client",
     "maml": "its model is meant to be adapted by each client",
+    "flexlora": "for adapters of frozen models",
+    "fedbn": "keeps batch normalisation on the clients",
+    "fedrod": "has a personal head on every client",
+    "fedproto": "personal models",
+    "local_only": "no global model",
     "moon": "needs a network with a layer of features",
     "pfnm": "for networks with one hidden layer and few rounds",
 }

@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -29,7 +30,8 @@ def bench():
 def test_every_method_for_one_global_model_is_measured_or_left_out_with_a_reason(bench):
     plan = bench("plan")
     listed = {*plan.BY_METHOD, *plan.LEFT_OUT}
-    missing = [name for name in ALGORITHMS if name not in listed and zoo.ALGORITHMS[name].make().personal is None]
+    rest = [name for name in ALGORITHMS if name not in listed]
+    missing = [name for name in rest if name not in zoo.ALGORITHMS or zoo.ALGORITHMS[name].make().personal is None]
     assert not missing, "add these to METHODS or LEFT_OUT of benchmarks/leaderboard/plan.py"
     assert not set(plan.BY_METHOD) & set(plan.LEFT_OUT)
 
@@ -39,6 +41,34 @@ def test_all_methods_have_the_same_budget(bench):
     for method in plan.METHODS:
         space = {key: over(key, given) for key, given in method.over.items()}
         assert len(grid(space)) == plan.POINTS, method.name
+
+
+def test_the_page_is_made_from_the_data(bench):
+    board = json.loads((DOCS / "leaderboard.json").read_text(encoding="utf-8"))
+    assert (DOCS / "leaderboard.md").read_text(encoding="utf-8") == bench("board").page(board)
+    picture = (DOCS / "images" / "leaderboard.svg").read_text(encoding="utf-8")
+    for row in bench("board").summary(board):
+        assert f"{row['method']}  {row['rank']:.1f}" in picture
+
+
+def test_the_data_is_complete_and_consistent(bench):
+    plan = bench("plan")
+    board = json.loads((DOCS / "leaderboard.json").read_text(encoding="utf-8"))
+    cells = {(cell["federation"], cell["method"]): cell for cell in board["cells"]}
+    assert len(cells) == len(board["cells"])
+    federations, methods = ({key[i] for key in cells} for i in (0, 1))
+    assert len(federations) >= 6
+    assert len(methods) >= 25
+    assert {plan.BY_FEDERATION[name].metric for name in federations} == {"accuracy", "squared_error"}
+    for (name, method), cell in cells.items():
+        assert cell["trials"] == plan.POINTS, (name, method)
+        if cell.get("score") is not None:
+            assert len(cell["scores"]) == plan.TEST_SEEDS
+            assert cell["score"] == pytest.approx(sum(cell["scores"]) / plan.TEST_SEEDS, rel=1e-4)
+            assert (cell["rounds_to_target"] is None) == (cell["reached"] < plan.TEST_SEEDS)
+    for name in federations:  # SCAFFOLD sends twice as much as FedAvg, Mime three times and computes three passes
+        assert cells[name, "scaffold"]["bytes_per_round"] == 2 * cells[name, "fedavg"]["bytes_per_round"]
+        assert cells[name, "mime"]["bytes_per_round"] == 3 * cells[name, "fedavg"]["bytes_per_round"]
 
 
 def test_examples_in_docstrings(bench):
