@@ -28,6 +28,7 @@ from fedbraid.experiment.config import Config, load_config, parse
 from fedbraid.experiment.lab import parse_settings
 from fedbraid.flower import Policy
 from fedbraid.reproduce import entries
+from fedbraid.reproduce.see import SEE
 from told import collecting
 
 PAGES = [ROOT / "README.md", *(ROOT / name for name in PROJECT), *stage.sources()]
@@ -367,6 +368,7 @@ def test_the_gallery_has_every_reproduction_and_six_examples():
     page = gallery.gallery_page()
     run = [file.stem for file in (DOCS / "reproductions").glob("*.json")]
     assert set(run) <= set(entries())
+    assert set(run) == set(SEE), "write a sentence on the picture in fedbraid/reproduce/see.py"
     for name in run:
         assert f"(reproductions/{name}.png)" in page
         assert f"`fedbraid reproduce {name}" in page
