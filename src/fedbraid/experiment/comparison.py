@@ -25,8 +25,11 @@ __all__ = [
     "Method",
     "Protocol",
     "cohorts_of",
+    "global_model",
     "load_comparison",
+    "own_models",
     "reopen_comparison",
+    "rows_by_model",
     "write_comparison",
 ]
 
@@ -49,6 +52,8 @@ class Method(BaseModel):
     label: str = ""
     over: dict[str, Any] = {}
     transforms: list[dict[str, Any]] | None = None
+    asynchrony: dict[str, Any] | None = None  # this method's section of that name
+    rounds: Annotated[int, Field(ge=1)] | None = None  # of this method, such as the server steps of FedBuff
 
     @property
     def options(self) -> dict[str, Any]:
@@ -95,6 +100,10 @@ class Comparison(NamedTuple):
         tree["algorithm"] = {"name": method.name, **common, **method.options}
         if method.transforms is not None:
             tree["transforms"] = method.transforms
+        if method.asynchrony is not None:
+            tree["asynchrony"] = method.asynchrony
+        if method.rounds is not None:
+            tree["rounds"] = method.rounds
         if cohort is not None:
             tree["cohort"] = cohort
         try:
@@ -183,6 +192,32 @@ def folder_name(label: str) -> str:
     'fedavg-2-epochs'
     """
     return re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-") or "method"
+
+
+def own_models(label: str) -> str:
+    """The label of a row about the clients' own models."""
+    return f"{label} (personal)"
+
+
+def global_model(label: str) -> str:
+    """The label of a row about the global model of a method whose clients have own models."""
+    return f"{label} (global)"
+
+
+def rows_by_model(methods: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of a comparison's table: two for a method whose clients have own models, one for every other.
+
+    >>> [row["label"] for row in rows_by_model([{"label": "fedper", "personal": {"score": 0.9}}, {"label": "fedavg"}])]
+    ['fedper (personal)', 'fedper (global)', 'fedavg']
+    """
+    rows: list[dict[str, Any]] = []
+    for row in methods:
+        own = row.get("personal")
+        if own is None:
+            rows.append(dict(row))
+        else:
+            rows += [{**row, **own, "label": own_models(row["label"])}, {**row, "label": global_model(row["label"])}]
+    return rows
 
 
 def cohorts_of(protocol: Protocol, cohort: int, costs: Sequence[Cost]) -> list[int]:

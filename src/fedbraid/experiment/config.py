@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedbraid.names import is_reference, options_of, unknown
+from fedbraid.simulation.asynchrony import Asynchrony
+from fedbraid.simulation.clock import Clock
 from fedbraid.simulation.options import EngineOptions
 
 __all__ = [
@@ -165,6 +167,8 @@ class Config(_Section):
     algorithm: Named = Named(name="fedavg")
     transforms: tuple[Named, ...] = ()
     arrival: Arrival = Arrival()
+    clock: Clock = Clock()
+    asynchrony: Asynchrony = Asynchrony()
     attack: Attack = Attack()
     evaluation: Evaluation = Evaluation()
     engine: EngineOptions = EngineOptions()

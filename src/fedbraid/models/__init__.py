@@ -4,6 +4,7 @@ from fedbraid.lowering.operations import conv2d, max_pool
 from fedbraid.models.cnn import emnist_cnn
 from fedbraid.models.layers import dropout
 from fedbraid.models.linear import least_squares, logistic, one_versus_all, softmax_regression
+from fedbraid.models.low_rank import lora
 from fedbraid.models.lstm import char_lstm, word_lstm
 from fedbraid.models.model import Model, total
 from fedbraid.models.modules import from_equinox, from_flax, from_functions, from_nnx
@@ -13,6 +14,7 @@ from fedbraid.models.resnet import resnet18_gn
 from fedbraid.models.scoring import with_metrics
 from fedbraid.models.targets import Targets, check_targets
 from fedbraid.models.torch_modules import from_torch, to_torch
+from fedbraid.models.transformer import encoder, gpt
 
 __all__ = [
     "MODELS",
@@ -25,13 +27,16 @@ __all__ = [
     "conv2d",
     "dropout",
     "emnist_cnn",
+    "encoder",
     "from_equinox",
     "from_flax",
     "from_functions",
     "from_nnx",
     "from_torch",
+    "gpt",
     "least_squares",
     "logistic",
+    "lora",
     "max_pool",
     "mlp",
     "one_versus_all",

@@ -11,6 +11,7 @@ from fedbraid.transforms.elastic_aggregation import elastic
 from fedbraid.transforms.extrapolation import fedexp
 from fedbraid.transforms.hypergradients import hypergradient
 from fedbraid.transforms.privacy import adaptive_clip, clip, dp
+from fedbraid.transforms.private_leaves import private
 from fedbraid.transforms.robust import (
     admit_if,
     geometric_median,
@@ -41,6 +42,7 @@ __all__ = [
     "median",
     "multi_krum",
     "norm_bound",
+    "private",
     "qsgd",
     "quantize",
     "top_k",
@@ -59,6 +61,7 @@ TRANSFORMS: Mapping[str, Callable[..., Algorithm]] = {
     "median": median,
     "multi_krum": multi_krum,
     "norm_bound": norm_bound,
+    "private": private,
     "qsgd": qsgd,
     "quantize": quantize,
     "top_k": top_k,
