@@ -24,10 +24,11 @@ from sitebuild.links import PROJECT, anchors_of, is_external, links_of, place, r
 from sitebuild.notebook import notebook_page
 
 from fedbraid.experiment.comparison import load_comparison
-from fedbraid.experiment.config import Config, load_config, parse
+from fedbraid.experiment.config import Config, ConfigError, load_config, parse
 from fedbraid.experiment.lab import parse_settings
 from fedbraid.flower import Policy
 from fedbraid.reproduce import entries
+from fedbraid.reproduce.see import SEE
 from told import collecting
 
 PAGES = [ROOT / "README.md", *(ROOT / name for name in PROJECT), *stage.sources()]
@@ -209,14 +210,26 @@ def test_commands_parse(name):
             given = _parse(words)
         except click.ClickException as error:
             pytest.fail(f"{' '.join(words)}: {error.message}")
-        settings = [s for s in given.get("set_", given.get("settings", given.get("set", ()))) or () if "=" in s]
-        if settings and words[1] != "data":
-            load_config(settings=[s for s in settings if not s.startswith("modules")])
+        if words[1] != "data":
+            _check_settings(given, " ".join(words))
+
+
+def _check_settings(given, where):
+    """The ``--set`` of a command; a configuration file may give other keys that they need."""
+    [*settings] = given.get("settings") or given.get("set_") or ()
+    wrong = ""
+    try:
+        load_config(settings=settings)
+    except ConfigError as error:
+        wrong = str(error)
+    assert not wrong or (given.get("config") and "does not exist" not in wrong), f"{where}: {wrong}"
 
 
 def test_a_wrong_option_is_found():
     with pytest.raises(click.ClickException):
         _parse(["fedbraid", "run", "--quickly"])
+    with pytest.raises(AssertionError, match="roundss"):
+        _check_settings(_parse(["fedbraid", "run", "my.toml", "--set", "roundss=3"]), "here")
     with pytest.raises(AssertionError, match="no such command"):
         _parse(["fedbraid", "train"])
     with pytest.raises(AssertionError, match="too much"):
@@ -367,6 +380,7 @@ def test_the_gallery_has_every_reproduction_and_six_examples():
     page = gallery.gallery_page()
     run = [file.stem for file in (DOCS / "reproductions").glob("*.json")]
     assert set(run) <= set(entries())
+    assert set(run) == set(SEE), "write a sentence on the picture in fedbraid/reproduce/see.py"
     for name in run:
         assert f"(reproductions/{name}.png)" in page
         assert f"`fedbraid reproduce {name}" in page

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fedbraid.reproduce.see import SEE
 from sitebuild import DOCS
 
 EXAMPLES = DOCS / "gallery"
@@ -55,21 +56,9 @@ def gallery_page() -> str:
     for one in reproductions():
         name = one["name"]
         command = f"fedbraid reproduce {name}" + (" --full" if one["size"] == "full" else "")
-        see = f"{_first(one)} In all, {one['within']} of {one['of']} comparisons are within."
+        see = f"{SEE[name]} {one['within']} of {one['of']} comparisons are within."
         lines += _card(one["title"], f"reproductions/{name}.png", f"reproductions/{name}.md", see, command, one)
     return "\n".join([*lines, "</div>", ""])
-
-
-def _first(one: dict[str, Any]) -> str:
-    """The first statement of the paper and our number for it: what to look at."""
-    found = next((row for row in one["findings"] if row.get("kind", "paper") == "paper"), one["findings"][0])
-    ours = found["ours"]
-    said = (
-        {True: "yes", False: "no", None: "not run"}.get(ours)
-        if ours is None or isinstance(ours, bool)
-        else f"{ours:.4g}"
-    )
-    return f"{found['what']} (paper: {found['paper']}; ours: {said})."
 
 
 def _card(title: str, picture: str, page: str, see: str, command: str, one: dict[str, Any]) -> list[str]:

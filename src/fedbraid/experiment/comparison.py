@@ -45,6 +45,8 @@ class Method(BaseModel):
     label: what tables and pictures call it; default: its name.
     over: the options that are tuned, each with its values.
     transforms: those of this method; default: those of the configuration.
+    asynchrony: the section of that name, of this method; default: that of the configuration.
+    rounds [rounds]: of this method, such as the server steps of FedBuff; default: those of the configuration.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -52,8 +54,8 @@ class Method(BaseModel):
     label: str = ""
     over: dict[str, Any] = {}
     transforms: list[dict[str, Any]] | None = None
-    asynchrony: dict[str, Any] | None = None  # this method's section of that name
-    rounds: Annotated[int, Field(ge=1)] | None = None  # of this method, such as the server steps of FedBuff
+    asynchrony: dict[str, Any] | None = None
+    rounds: Annotated[int, Field(ge=1)] | None = None
 
     @property
     def options(self) -> dict[str, Any]:

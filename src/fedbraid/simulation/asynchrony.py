@@ -44,13 +44,15 @@ class Asynchrony:
     """When the server takes a step. In every mode ``cohort`` clients work at the same time.
 
     name: "none" (rounds), "fedbuff", "fedasync" or "semi-synchronous".
-    buffer: number of uploads in a step of FedBuff, K in its paper; at most the cohort. FedAsync has 1.
+    buffer [uploads]: number of uploads in a step of FedBuff, K in its paper; at most the cohort. FedAsync has 1.
     staleness: weight of an upload that is tau steps old: "constant" 1, "polynomial" (1 + tau)^-a, or "hinge", 1 up to
         tau = b and 1 / (a (tau - b) + 1) beyond.
-    a, b: see ``staleness``; a is 0.5 for the polynomial and 10 for the hinge unless it is given.
-    alpha: weight of a client's model in a step of FedAsync.
-    over: a semi-synchronous server asks ``over`` times the cohort and takes the first uploads, one cohort of them.
-    deadline: seconds of simulated time after which a semi-synchronous round ends with the uploads that are there.
+    a [number]: see ``staleness``; 0.5 for the polynomial and 10 for the hinge unless it is given; from 0.
+    b [server steps]: see ``staleness``; from 0.
+    alpha [weight]: weight of a client's model in a step of FedAsync.
+    over [cohorts]: a semi-synchronous server asks ``over`` times the cohort and takes the first uploads, one cohort of
+        them; from 1.
+    deadline [seconds]: simulated time after which a semi-synchronous round ends with the uploads that are there.
     order: a file with the arrivals of a deployed run, to be repeated in the same order (FedBuff and FedAsync).
 
     >>> [round(float(w), 3) for w in fedbuff().weights(np.array([0, 3, 8]))]

@@ -35,14 +35,19 @@ class Clock:
     ``latency + bytes down / bandwidth_down + (steps * seconds_per_step + examples * seconds_per_example) * slowness *
     jitter + bytes up / bandwidth_up`` seconds. Random values are log-normal: a median times ``exp(sigma * normal)``.
 
-    seconds_per_step, seconds_per_example: of a typical client, for one local step and for one example of a batch.
-    speed_sigma: spread of the slowness of clients, which is drawn once per client.
-    jitter_sigma: spread of the duration of the same work on the same client, drawn for every piece of work.
-    latency, latency_sigma: seconds per exchange that do not depend on the size of messages, for both ways together.
-    bandwidth_down, bandwidth_up, bandwidth_sigma: bytes per second; None sends in no time.
+    seconds_per_step [seconds]: of a typical client, for one local step; from 0.
+    seconds_per_example [seconds]: of a typical client, for one example of a batch; from 0.
+    speed_sigma [sigma]: spread of the slowness of clients, which is drawn once per client; from 0.
+    jitter_sigma [sigma]: spread of the duration of the same work on the same client, drawn for every piece of work.
+    latency [seconds]: per exchange, for both ways together; it does not depend on the size of messages.
+    latency_sigma [sigma]: spread of the latency.
+    bandwidth_down [bytes per second]: from the server to a client, above 0; None sends in no time.
+    bandwidth_up [bytes per second]: from a client to the server, above 0; None sends in no time.
+    bandwidth_sigma [sigma]: spread of the bandwidths of clients.
     availability: "always", "day-night", or the path of a CSV file with the columns client, start and end (seconds).
-    day, awake: length of a day in seconds, and the share of it in which a client is available.
-    lost: the probability that a client fails, so that its upload never arrives.
+    day [seconds]: length of a day, for "day-night".
+    awake [share]: part of a day in which a client is available; above 0, to 1.
+    lost [probability]: the probability that a client fails, so that its upload never arrives.
 
     >>> Clock(seconds_per_step=0.1, speed_sigma=1.0).is_running
     True
