@@ -4,6 +4,7 @@ from fedbraid.lowering.operations import conv2d, max_pool
 from fedbraid.models.cnn import emnist_cnn
 from fedbraid.models.layers import dropout
 from fedbraid.models.linear import least_squares, logistic, one_versus_all, softmax_regression
+from fedbraid.models.llama import llama, llama_weights, smollm2
 from fedbraid.models.lora import lora
 from fedbraid.models.lstm import char_lstm, word_lstm
 from fedbraid.models.model import Model, total
@@ -35,6 +36,8 @@ __all__ = [
     "from_torch",
     "gpt",
     "least_squares",
+    "llama",
+    "llama_weights",
     "logistic",
     "lora",
     "max_pool",
@@ -42,6 +45,7 @@ __all__ = [
     "one_versus_all",
     "resnet18_gn",
     "resolve",
+    "smollm2",
     "softmax_regression",
     "to_torch",
     "total",

@@ -9,6 +9,7 @@ from typing import Any
 
 from fedbraid.models.cnn import emnist_cnn
 from fedbraid.models.linear import least_squares, logistic, one_versus_all, softmax_regression
+from fedbraid.models.llama import llama, smollm2
 from fedbraid.models.lora import lora, read_weights
 from fedbraid.models.lstm import char_lstm, word_lstm
 from fedbraid.models.model import Model
@@ -33,6 +34,8 @@ MODELS: dict[str, Callable[..., Model]] = {
     "word_lstm": word_lstm,
     "gpt": gpt,
     "encoder": encoder,
+    "llama": llama,
+    "smollm2": smollm2,
 }
 """The library's own models, and their factories."""
 
@@ -68,6 +71,8 @@ _SIZES: dict[str, dict[str, Callable[[Shapes, int | None], Any]]] = {
     "word_lstm": _VOCAB,
     "gpt": _VOCAB | _LENGTH,
     "encoder": _OPTION | _CLASSES | _LENGTH,
+    "llama": _VOCAB,
+    "smollm2": {},
 }
 
 
