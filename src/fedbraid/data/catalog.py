@@ -13,7 +13,7 @@ Every set takes these options, and those of its partition:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -180,7 +180,7 @@ def _shakespeare(
     if form != "text" and tokenizer == "characters":
         raise ValueError(f'form = {form!r} needs the tokens of a language model: set tokenizer = "smollm2"')
 
-    def examples(snippets: Sequence[str], who: str) -> dict[str, np.ndarray]:
+    def examples(snippets: Any, who: str) -> dict[str, np.ndarray]:
         if tokenizer == "characters":
             return text.character_windows(snippets, length=length, join=join)
         encode = tokens.smollm2_tokenizer()
