@@ -10,7 +10,7 @@ from scipy.special import expit, log_softmax, softmax
 
 from fedbraid import models
 from fedbraid.data.tokens import instructions, token_windows
-from fedbraid.models.llama import SMOLLM2
+from fedbraid.models.pretrained import SMOLLM2
 
 RNG = np.random.default_rng(2)
 SIZES = {"layers": 2, "width": 8, "heads": 4, "kv_heads": 2, "hidden": 6}

@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fedbraid.models.adapters import lora, read_weights
 from fedbraid.models.cnn import emnist_cnn
 from fedbraid.models.linear import least_squares, logistic, one_versus_all, softmax_regression
-from fedbraid.models.llama import llama, smollm2
-from fedbraid.models.lora import lora, read_weights
 from fedbraid.models.lstm import char_lstm, word_lstm
 from fedbraid.models.model import Model
 from fedbraid.models.perceptron import mlp
+from fedbraid.models.pretrained import llama, smollm2
 from fedbraid.models.resnet import resnet18_gn
 from fedbraid.models.transformer import encoder, gpt
 from fedbraid.names import Names, resolve
