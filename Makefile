@@ -21,7 +21,7 @@ faults: $(VENV)/dev.stamp ## the whole fault harness, with counts; `make test` r
 
 torch-test: .venv-torch/stamp ## models of PyTorch, Hugging Face and flax.nnx, in an environment that has these
 	.venv-torch/bin/python -m pytest tests/models/test_torch.py tests/models/test_nnx.py tests/models/test_doors.py \
-	  tests/models/test_transformers.py tests/models/test_lora.py
+	  tests/models/test_transformers.py tests/models/test_lora.py tests/models/test_llama.py
 
 .venv-torch/stamp: pyproject.toml
 	$(PYTHON) -m venv .venv-torch

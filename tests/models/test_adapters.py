@@ -254,15 +254,16 @@ SHAPES = {
     "word_lstm": ({"x": (20,), "y": (20,)}, 1004),
     "gpt": ({"x": (20,), "y": (20,)}, 90),
     "encoder": ({"x": (20,), "y": ()}, 5),
+    "llama": ({"x": (20,), "y": (20,)}, 90),
 }
 
 
-@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("name", [name for name in models.MODELS if name != "smollm2"])  # whose sizes are fixed
 def test_build_sizes_every_model_from_its_data(name):
     shapes, classes = SHAPES[name]
     model = build(name, shapes, classes, **({"vocab": 30} if name == "encoder" else {}))
     params = jax.eval_shape(model.init, jax.random.key(0))
-    integer = "lstm" in name or name in ("gpt", "encoder")
+    integer = "lstm" in name or name in ("gpt", "encoder", "llama")
     x = jax.ShapeDtypeStruct((2, *shapes["x"]), jnp.int32 if integer else jnp.float32)
     outputs = jax.eval_shape(model.predict, params, x)
     assert outputs.shape == {
@@ -271,6 +272,7 @@ def test_build_sizes_every_model_from_its_data(name):
         "char_lstm": (2, 80, 90),
         "word_lstm": (2, 20, 1004),
         "gpt": (2, 20, 90),
+        "llama": (2, 20, 90),
     }.get(name, (2, classes))
 
 

@@ -51,6 +51,7 @@ def rows() -> dict[str, Row]:
         "char_lstm": row(models.char_lstm(7, layers=2, hidden=5, embed=3), tokens, following, 77),
         "word_lstm": row(models.word_lstm(7, hidden=5, embed=3), tokens, following, 77),
         "gpt": row(models.gpt(7, layers=1, width=6, heads=3, hidden=5, length=5), tokens, following, 77),
+        "llama": row(models.llama(7, layers=2, width=8, heads=2, kv_heads=1, hidden=6), tokens, following, 77),
         "encoder": row(models.encoder(7, 3, layers=1, width=8, heads=2, positions="rotary"), tokens, classes, 77),
     }
 
@@ -108,7 +109,7 @@ def masked(batch, mask, x=None, y=None):
 
 
 def test_the_table_holds_every_model():
-    assert set(ROWS) == set(models.MODELS)
+    assert set(ROWS) == set(models.MODELS) - {"smollm2"}  # a llama with weights from a file: models/test_llama.py
 
 
 SHALLOW = [name for name in ROWS if name != "resnet18_gn"]  # slow to compile: has its own test

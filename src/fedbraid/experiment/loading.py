@@ -163,10 +163,18 @@ class Run:
 
         return captured.jit(outputs)
 
-    def export(self, path: str | Path, *, best: bool = False) -> Path:
-        """Write the parameters as ``.safetensors`` or ``.npz``, with names by their path in the tree."""
+    def export(self, path: str | Path, *, best: bool = False, merged: bool = False) -> Path:
+        """Write the parameters as ``.safetensors`` or ``.npz``, with names by their path in the tree.
+
+        merged: all weights of a model with LoRA's adapters, with the adapters added to them.
+        """
         path = Path(path)
-        arrays = named_arrays(self.best if best else self.params)
+        params = self.best if best else self.params
+        if merged:
+            if self.model.merge is None:
+                raise ConfigError("only a model with adapters can be merged ([model.lora]): export it without merged")
+            params = self.model.merge(params)
+        arrays = named_arrays(params)
         if path.suffix == ".safetensors":
             about = {"algorithm": self.config.algorithm.name, "model": self.config.model.name}
             write_tensors(path, arrays, {"fedbraid": __version__, **about})

@@ -53,6 +53,7 @@ class Adapted:
 def with_adapted(function: Callable, tree: Any, *args: Any) -> Any:
     """``function(tree, *args)`` for a tree whose leaves may be `Adapted`: they stand for the arrays ``w + a @ b``.
 
+    >>> import jax.numpy as jnp
     >>> x, w, a, b = jnp.ones((5, 4)), jnp.ones((4, 3)), jnp.ones((4, 1)), jnp.ones((1, 3))
     >>> y = with_adapted(lambda tree, x: x @ tree["w"], {"w": Adapted(w, a, b, lambda axis: None)}, x)
     >>> float(y[0, 0])

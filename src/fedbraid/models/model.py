@@ -95,8 +95,8 @@ class Normalised(NamedTuple):
 
 def supervised(
     init: Callable[[Array], PyTree],
-    apply: Callable[[PyTree, Array, Array | None], Array],
-    per_example: Callable[[Array, Array, Array], Mapping[str, tuple[Array, Array]]],
+    apply: Callable[[PyTree, Array, Array | None], Any],
+    per_example: Callable[[Any, Array, Array], Mapping[str, tuple[Array, Array]]],
     penalty: Callable[[PyTree], Array] | None = None,
     targets: Targets | None = None,
     features: Callable[[PyTree, Array, Array | None], Array] | None = None,

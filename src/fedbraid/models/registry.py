@@ -7,12 +7,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fedbraid.models.adapters import lora, read_weights
 from fedbraid.models.cnn import emnist_cnn
 from fedbraid.models.linear import least_squares, logistic, one_versus_all, softmax_regression
-from fedbraid.models.low_rank import lora, read_weights
 from fedbraid.models.lstm import char_lstm, word_lstm
 from fedbraid.models.model import Model
 from fedbraid.models.perceptron import mlp
+from fedbraid.models.pretrained import llama, smollm2
 from fedbraid.models.resnet import resnet18_gn
 from fedbraid.models.transformer import encoder, gpt
 from fedbraid.names import Names, resolve
@@ -33,6 +34,8 @@ MODELS: dict[str, Callable[..., Model]] = {
     "word_lstm": word_lstm,
     "gpt": gpt,
     "encoder": encoder,
+    "llama": llama,
+    "smollm2": smollm2,
 }
 """The library's own models, and their factories."""
 
@@ -68,6 +71,8 @@ _SIZES: dict[str, dict[str, Callable[[Shapes, int | None], Any]]] = {
     "word_lstm": _VOCAB,
     "gpt": _VOCAB | _LENGTH,
     "encoder": _OPTION | _CLASSES | _LENGTH,
+    "llama": _VOCAB,
+    "smollm2": {},
 }
 
 
