@@ -99,7 +99,7 @@ def test_a_stack_optimizes_in_the_engine():
 
 # --- every order either fits or is refused with a reason -------------------------------------------------------------
 
-OPTIONS = {"elastic": {"outputs": outputs}, "top_k": {"fraction": 0.4}}
+OPTIONS = {"elastic": {"outputs": outputs}, "private": {"leaves": "b"}, "top_k": {"fraction": 0.4}}
 RANKED = {"median", "trimmed_mean", "geometric_median", "krum", "multi_krum"}
 CODED = {"quantize", "qsgd", "top_k"}
 KINDS = [
@@ -111,6 +111,7 @@ KINDS = [
     "hypergradient",
     "median",
     "norm_bound",
+    "private",
     "quantize",
     "top_k",
 ]
@@ -124,6 +125,8 @@ def refused(outer, inner):
         or (outer in {"clip", "adaptive_clip", "norm_bound"} and inner == "adaptive_clip")  # a bit has no norm
         or (outer == "top_k" and inner in CODED)
         or (outer == inner == "quantize")
+        or (outer == "private" and inner in CODED | {"elastic", "fedexp", "norm_bound", "private"})  # they see it
+        or (outer in {"elastic", "hypergradient", "top_k"} and inner == "private")  # they need the whole model
     )
 
 
@@ -149,5 +152,5 @@ def test_the_registry_holds_factories_with_defaults():
         alg = factory(fb.fedavg(loss), **({"outputs": outputs} if name == "elastic" else {}))
         assert cost(alg, start(), clients()).model == 4 * 8
     assert set(KINDS) | RANKED | CODED == set(TRANSFORMS)
-    assert len(list(itertools.product(KINDS, KINDS))) == 100
+    assert len(list(itertools.product(KINDS, KINDS))) == 121
     assert median(fb.fedavg(loss)).exchanges[0].name == "train"
