@@ -127,7 +127,6 @@ def _weighted(up: PyTree, weight: Scalar) -> PyTree:
 
 
 def _divide(total: PyTree, weight: Scalar, count: Scalar) -> PyTree:
-    del count
     safe = jnp.where(weight > 0, weight, 1)
     return jax.tree.map(lambda leaf: leaf / safe.astype(leaf.dtype), total)
 
