@@ -549,9 +549,11 @@ ALGORITHMS: dict[str, Row] = {
 
 ELSEWHERE = {
     "pfnm": "algorithms/test_pfnm.py",
+    "flexlora": "algorithms/test_flexlora.py",
     "local_only": "algorithms/test_personal.py",
     "moon": "algorithms/test_features.py",
     "fedproto": "algorithms/test_features.py",
+    "fedbn": "algorithms/test_fedbn.py",
     "fedrod": "algorithms/test_features.py",
 }
 """Algorithms for one kind of network or without a global model, and the test that runs `fedbraid.testing.check`."""

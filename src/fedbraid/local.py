@@ -11,8 +11,9 @@ first rewrite the loss (see :func:`rewriting`), for example to replace slow oper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack
@@ -21,12 +22,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbraid.core import Algorithm, Report, check_count, check_number, is_traced
+from fedbraid.core import Algorithm, Report, StructureError, check_count, check_number, is_traced
 
 __all__ = [
     "APPLIES_MASK",
     "HEAD",
     "LEADING",
+    "NORM",
+    "STATISTICS",
     "WEIGHTINGS",
     "Batches",
     "ClientData",
@@ -34,9 +37,12 @@ __all__ = [
     "Fold",
     "LocalOptions",
     "LocalWork",
+    "Statistics",
     "Weighting",
     "batches_of",
+    "collecting_statistics",
     "grad",
+    "leaf_names",
     "local_work",
     "map_work",
     "masked_mean",
@@ -51,6 +57,8 @@ PyTree = Any
 MASK = "mask"
 APPLIES_MASK = "applies_mask"  # attribute of a loss that is known to ignore padded rows
 HEAD = "head_leaves"  # attribute of a loss: patterns of the names of the model's last layer
+NORM = "norm_leaves"  # attribute of a loss: names of the leaves of the model's normalisation layers
+STATISTICS = "statistics"  # attribute of a loss whose model has statistics of batches; see `Statistics`
 LEADING = "leading"  # the field of a batch that says whether it belongs to the leading phase; see `Batches`
 BYZANTINE = "byzantine"  # the field that marks attackers; see fedbraid.data.mark
 
@@ -94,6 +102,60 @@ def rewritten(function: Callable) -> Callable:
     return run
 
 
+def leaf_names(params: PyTree) -> list[str]:
+    """The names of a model's leaves.
+
+    >>> leaf_names({"body": [jnp.zeros(2)], "head": {"w": jnp.zeros(1)}})
+    ['body.0', 'head.w']
+    """
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    return [jax.tree_util.keystr(path, simple=True, separator=".") or "params" for path in paths]
+
+
+class Statistics(NamedTuple):
+    """The leaves of a model that every training step updates by a rule: running means of batch normalisation.
+
+    leaves: their names. update: ``(params, batch, key) -> (loss, new statistics)``, the latter in the structure of the
+    model, with None at the other leaves. The gradient of the loss with respect to these leaves is 0.
+    """
+
+    leaves: tuple[str, ...]
+    update: Callable
+
+
+_collected: ContextVar[list[tuple[PyTree, PyTree]] | None] = ContextVar("statistics", default=None)
+
+
+@contextmanager
+def collecting_statistics() -> Iterator[list[tuple[PyTree, PyTree]]]:
+    """New statistics of the losses that are differentiated in this context: pairs of a model and its statistics."""
+    seen: list[tuple[PyTree, PyTree]] = []
+    token = _collected.set(seen)
+    try:
+        yield seen
+    finally:
+        _collected.reset(token)
+
+
+def _with_statistics(statistics: Statistics) -> Callable:
+    """``value_and_grad`` of a loss whose model has statistics, which are collected."""
+
+    def run(params: PyTree, batch: Any, key: Any = None) -> tuple[Any, PyTree]:
+        seen = _collected.get()
+        if seen is None:
+            raise StructureError(
+                f"this model has batch normalisation: its statistics ({', '.join(statistics.leaves[:3])} ...) belong "
+                "to the examples of one client, and this method would average them like weights. Use a method that "
+                "keeps them on the clients (fedbn; fedper, fedrep and others with private leaves; the transform "
+                "private), or a model with group or layer normalisation"
+            )
+        (value, new), g = jax.value_and_grad(rewritten(statistics.update), has_aux=True)(params, batch, key)
+        seen.append((params, new))
+        return value, g
+
+    return run
+
+
 def value_and_grad(loss: Callable) -> Callable:
     """``jax.value_and_grad(loss)``, with respect to the first argument, of the loss as the engine rewrites it.
 
@@ -101,11 +163,14 @@ def value_and_grad(loss: Callable) -> Callable:
     >>> float(value), gradient.tolist()
     (9.0, [6.0])
     """
-    return jax.value_and_grad(rewritten(loss))
+    statistics = getattr(loss, STATISTICS, None)
+    return jax.value_and_grad(rewritten(loss)) if statistics is None else _with_statistics(statistics)
 
 
 def grad(loss: Callable) -> Callable:
     """``jax.grad(loss)``, with respect to the first argument, of the loss as the engine rewrites it."""
+    if getattr(loss, STATISTICS, None) is not None:
+        return lambda *args: value_and_grad(loss)(*args)[1]
     return jax.grad(rewritten(loss))
 
 

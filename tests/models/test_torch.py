@@ -1,5 +1,6 @@
 """PyTorch modules as models: gradients, dropout, frozen parts, refusals, and weights back (`make torch-test`)."""
 
+import copy
 import importlib.util
 import sys
 from pathlib import Path
@@ -236,12 +237,41 @@ def test_frozen_parameters_buffers_and_tied_weights():
     assert "plain" in vars(module)  # the module itself is as before
 
 
-def test_batch_normalisation_is_refused_or_frozen():
+def test_batch_normalisation_stays_on_the_clients():
+    """One client with FedBN is PyTorch's own SGD, statistics included; the last batch has padding."""
+    module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    module(torch.randn(64, 4) * 3 + 1)  # statistics other than 0 and 1
+    module[1].num_batches_tracked.zero_()
+    model = from_torch(module)
+    params = model.init(jax.random.key(0))
+    assert {"1.running_mean", "1.running_var"} < set(params)
+    with pytest.raises(fb.StructureError, match="fedbn"):
+        fb.cost(fb.fedavg(model.loss), params, fb.Split(FEATURES, np.array([0, 6])))
+    alg = fb.fedbn(model.loss, client_lr=0.1, batch_size=4, epochs=2, shuffle=False)
+    run = fb.simulate(alg, params, fb.Split(FEATURES, np.array([0, 6])), rounds=2)
+    own = jax.tree.map(lambda leaf: leaf[0], jax.vmap(alg.personal, in_axes=(None, 0))(run.server, run.states))
+    theirs = copy.deepcopy(module).train()
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    x, y = torch.tensor(FEATURES["x"]), torch.tensor(FEATURES["y"]).long()
+    for _ in range(4):
+        for rows in (slice(0, 4), slice(4, 6)):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(theirs(x[rows]), y[rows]).backward()
+            optimizer.step()
+    expected = theirs.state_dict()
+    for name, value in own.items():
+        np.testing.assert_allclose(value, expected[name].numpy(), rtol=2e-4, atol=2e-5, err_msg=name)
+    back = to_torch(own, module).eval()
+    np.testing.assert_allclose(back(x).detach(), theirs.eval()(x).detach(), rtol=1e-3, atol=1e-4)
+
+
+def test_other_running_statistics_are_refused_or_frozen():
     module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     module(torch.randn(64, 4) * 3 + 1)  # statistics other than 0 and 1
     statistics = module[1].running_mean.clone()
-    with pytest.raises(ValueError, match=r"Sequential keeps running statistics in 1, .*freeze_statistics=True"):
-        from_torch(module)
+    for odd in (nn.BatchNorm1d(4, momentum=None), nn.InstanceNorm1d(4, track_running_stats=True)):
+        with pytest.raises(ValueError, match=r"keeps running statistics in 0, .*freeze_statistics=True"):
+            from_torch(nn.Sequential(odd, nn.Linear(4, 3)))
     model = from_torch(module, freeze_statistics=True)
     gradient = jax.grad(model.loss)(model.init(jax.random.key(0)), FEATURES, jax.random.key(0))
     assert_equal_gradients(gradient, torch_gradient(module.eval(), FEATURES)[1])

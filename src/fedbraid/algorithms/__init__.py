@@ -8,6 +8,7 @@ from fedbraid.algorithms._fedacg import fedacg
 from fedbraid.algorithms._fedala import fedala
 from fedbraid.algorithms._fedauto import fedauto
 from fedbraid.algorithms._fedbabu import fedbabu
+from fedbraid.algorithms._fedbn import fedbn
 from fedbraid.algorithms._fedcm import fedcm
 from fedbraid.algorithms._feddc import feddc
 from fedbraid.algorithms._feddog import feddog
@@ -20,6 +21,7 @@ from fedbraid.algorithms._fedrod import fedrod
 from fedbraid.algorithms._fedsam import fedsam, mofedsam
 from fedbraid.algorithms._fedspeed import fedspeed
 from fedbraid.algorithms._fedsplit import fedgd, fedprox_exact, fedsplit
+from fedbraid.algorithms._flexlora import flexlora
 from fedbraid.algorithms._ifca import ifca
 from fedbraid.algorithms._lg_fedavg import lg_fedavg
 from fedbraid.algorithms._local_only import local_only
@@ -67,6 +69,7 @@ __all__ = [
     "fedavg",
     "fedavgm",
     "fedbabu",
+    "fedbn",
     "fedcm",
     "feddc",
     "feddog",
@@ -87,6 +90,7 @@ __all__ = [
     "fedspeed",
     "fedsplit",
     "fedyogi",
+    "flexlora",
     "fomaml",
     "ifca",
     "lg_fedavg",

@@ -25,9 +25,10 @@ import jax.numpy as jnp
 
 from fedbraid.algorithms._local_update import Loss, fedavg
 from fedbraid.core import Algorithm, Down, Report, check_count, check_number
-from fedbraid.local import Batches, Fold, LocalOptions, Weighting, batches_of, grad
+from fedbraid.local import STATISTICS, Batches, Fold, LocalOptions, Weighting, batches_of, grad
 from fedbraid.transforms.clients import with_fold
-from fedbraid.transforms.private_leaves import head_of, join, keep_private, not_all, split
+from fedbraid.transforms.private_leaves import head_of, join, not_all, split
+from fedbraid.transforms.statistics import keep_own, statistics_of
 from fedbraid.transforms.uploads import extend_client
 
 __all__ = ["fedbabu"]
@@ -56,17 +57,29 @@ def fedbabu(
     tune_lr = client_lr if tune_lr is None else check_number("tune_lr", tune_lr, low=0)
     check_count("tune_epochs", tune_epochs, low=0)
 
-    def body_loss(params: Any, batch: dict, key: Any) -> Any:
-        fixed = jax.tree.map(lambda leaf, fix: jax.lax.stop_gradient(leaf) if fix else leaf, params, chosen(params))
-        return loss(fixed, batch, key)
-
-    body_loss.__dict__.update(getattr(loss, "__dict__", {}))  # what is known about the loss holds for this one
-    alg = fedavg(body_loss, client_lr=client_lr, weighting=weighting, **local)
+    alg = fedavg(_at_fixed(loss, chosen), client_lr=client_lr, weighting=weighting, **local)
     if tune_epochs:
         batches = batches_of(**local)
         tuning = Batches(batches.size, epochs=tune_epochs, shuffle=batches.shuffle)
         alg = _tuned(alg, _tuning(loss, chosen, tune_lr, tuning), chosen)
-    return keep_private(alg, chosen)
+    return keep_own(alg, loss, chosen)
+
+
+def _at_fixed(loss: Loss, chosen: Callable[[Any], Any]) -> Loss:
+    """The loss without a gradient with respect to the chosen leaves. What is known about the loss holds for it, too."""
+
+    def through(function: Callable) -> Callable:
+        def fixed(params: Any, batch: dict, key: Any) -> Any:
+            stop = jax.tree.map(lambda leaf, fix: jax.lax.stop_gradient(leaf) if fix else leaf, params, chosen(params))
+            return function(stop, batch, key)
+
+        fixed.__dict__.update(getattr(function, "__dict__", {}))
+        return fixed
+
+    found = through(loss)
+    if (statistics := statistics_of(loss)) is not None:
+        setattr(found, STATISTICS, statistics._replace(update=through(statistics.update)))
+    return found
 
 
 def _tuning(loss: Loss, chosen: Callable[[Any], Any], rate: Any, batches: Batches) -> Fold:

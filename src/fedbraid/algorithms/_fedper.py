@@ -22,7 +22,8 @@ from fedbraid.algorithms._local_update import Loss, fedavg
 from fedbraid.algorithms.client_optimizers import ClientOptions
 from fedbraid.core import Algorithm
 from fedbraid.local import Weighting
-from fedbraid.transforms.private_leaves import head_of, keep_private, not_all
+from fedbraid.transforms.private_leaves import head_of, not_all
+from fedbraid.transforms.statistics import keep_own
 
 __all__ = ["fedper"]
 
@@ -46,4 +47,4 @@ def fedper(
     alg = fedavg(loss, client_lr=client_lr, weighting=weighting, **local)
     if head == ():
         return alg
-    return keep_private(alg, not_all(head_of(loss, head), "head"))
+    return keep_own(alg, loss, not_all(head_of(loss, head), "head"))

@@ -36,7 +36,8 @@ from fedbraid.local import (
     value_and_grad,
     weight_of,
 )
-from fedbraid.transforms.private_leaves import head_of, keep_private, not_all
+from fedbraid.transforms.private_leaves import head_of, not_all
+from fedbraid.transforms.statistics import keep_own
 
 __all__ = ["fedrep"]
 
@@ -109,7 +110,7 @@ def fedrep(
         exchanges=(exchange,),
         params=lambda server: server.params,
     )
-    return keep_private(alg, chosen)
+    return keep_own(alg, loss, chosen)
 
 
 def _two_phases(body: Batches, head_epochs: int | None, head_steps: int | None) -> Batches:

@@ -25,7 +25,8 @@ from fedbraid.algorithms._local_update import Loss, fedavg
 from fedbraid.algorithms.client_optimizers import ClientOptions
 from fedbraid.core import Algorithm
 from fedbraid.local import Weighting
-from fedbraid.transforms.private_leaves import head_of, keep_private, not_all
+from fedbraid.transforms.private_leaves import head_of, not_all
+from fedbraid.transforms.statistics import keep_own
 
 __all__ = ["lg_fedavg"]
 
@@ -48,4 +49,4 @@ def lg_fedavg(
     """
     alg = fedavg(loss, client_lr=client_lr, weighting=weighting, **local)
     shared = not_all(head_of(loss, head), "head")
-    return keep_private(alg, lambda params: jax.tree.map(lambda head: not head, shared(params)))
+    return keep_own(alg, loss, lambda params: jax.tree.map(lambda head: not head, shared(params)))

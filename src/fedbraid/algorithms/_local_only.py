@@ -17,7 +17,7 @@ import jax
 from fedbraid.algorithms._local_update import Loss, fedavg
 from fedbraid.algorithms.client_optimizers import ClientOptions
 from fedbraid.core import Algorithm
-from fedbraid.transforms.private_leaves import keep_private
+from fedbraid.transforms.statistics import keep_own
 
 __all__ = ["local_only"]
 
@@ -28,6 +28,5 @@ def local_only(loss: Loss, *, client_lr: Any = 0.1, **local: Unpack[ClientOption
     >>> import jax.numpy as jnp
     >>> alg = local_only(lambda params, batch, key: jnp.sum(params**2), client_lr=0.1, epochs=1)
     """
-    return keep_private(
-        fedavg(loss, client_lr=client_lr, **local), lambda params: jax.tree.map(lambda leaf: True, params)
-    )
+    alg = fedavg(loss, client_lr=client_lr, **local)
+    return keep_own(alg, loss, lambda params: jax.tree.map(lambda leaf: True, params))

@@ -14,6 +14,9 @@ def command(
     run: Annotated[Path, typer.Argument(help="run folder, of a simulated or a deployed run")],
     file: Annotated[Path, typer.Argument(help="file to write: NAME.safetensors or NAME.npz")],
     best: Annotated[bool, typer.Option("--best", help="the best evaluation's parameters, not the last")] = False,
+    merged: Annotated[
+        bool, typer.Option("--merged", help="all weights of a model with LoRA's adapters, with the adapters added")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
 ) -> None:
     """Write the parameters of a run as safetensors or npz, named by their path in the model's tree."""
@@ -22,8 +25,9 @@ def command(
     from fedbraid.experiment.loading import load_run
 
     loaded = load_run(run)
-    loaded.export(file, best=best)
-    leaves = jax.tree.leaves(loaded.best if best else loaded.params)
+    loaded.export(file, best=best, merged=merged)
+    params = loaded.best if best else loaded.params
+    leaves = jax.tree.leaves(loaded.model.merge(params) if merged and loaded.model.merge else params)
     written = {"out": str(file), "arrays": len(leaves), "parameters": sum(leaf.size for leaf in leaves)}
     if json:
         return print(json_.dumps(written))

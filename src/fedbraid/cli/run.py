@@ -21,7 +21,7 @@ from fedbraid.cli.groups import Output, with_groups
 from fedbraid.cli.notes import as_notes
 from fedbraid.cli.stopping import BY_CTRL_C, BY_SIGTERM, exit_status
 from fedbraid.metric import is_client_column
-from fedbraid.units import format_bytes
+from fedbraid.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from fedbraid.experiment.summary import RunSummary
@@ -283,6 +283,8 @@ class _Watch:
         if self.rate:
             news.append(f"{self.rate:.1f} rounds/s")
         news.append(format_bytes(self.bytes))
+        if "simulated_seconds" in now.row:
+            news.append(f"{format_seconds(now.row['simulated_seconds'])} simulated")
         if not self.stop:
             self.bar.update(self.task, completed=now.round, news="  ".join(news))
         return self.stop
@@ -295,6 +297,8 @@ def _closing(console: Console, summary: RunSummary) -> None:
         ("rounds", f"{summary.rounds} in {summary.seconds:.1f} s ({summary.rounds_per_second:.1f} per second)"),
         ("sent", f"{format_bytes(sent['down'])} down, {format_bytes(sent['up'])} up"),
     ]
+    if summary.simulated_seconds is not None:
+        rows.append(("simulated time", format_seconds(summary.simulated_seconds)))
     spread = "clients: mean {mean:.3f}, worst tenth {worst_tenth:.3f}, worst {worst:.3f}, sd {deviation:.3f}"
     accuracies = [name for name in ("test_personal_accuracy", "test_accuracy") if name in final]
     for name in accuracies:

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedbraid.data import digits, text
+from fedbraid.core import check_choice
+from fedbraid.data import digits, text, tokens
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.data.importing import open_source
 from fedbraid.data.partition import PARTITIONERS, hold_out
@@ -163,9 +164,30 @@ def _named(name: str) -> Callable[..., FederatedData]:
 
 
 def _shakespeare(
-    defaults: Mapping[str, Any], *, path: str, length: int = 80, join: bool = False, seed: int = 0, **options: Any
+    defaults: Mapping[str, Any],
+    *,
+    path: str,
+    length: int = 80,
+    join: bool = False,
+    seed: int = 0,
+    tokenizer: str = "characters",
+    form: str = "text",
+    **options: Any,
 ) -> FederatedData:
     source = open_source(path)
+    check_choice("tokenizer", tokenizer, ("characters", "smollm2"))
+    check_choice("form", form, tokens.FORMS)
+    if form != "text" and tokenizer == "characters":
+        raise ValueError(f'form = {form!r} needs the tokens of a language model: set tokenizer = "smollm2"')
+
+    def examples(snippets: Any, who: str) -> dict[str, np.ndarray]:
+        if tokenizer == "characters":
+            return text.character_windows(snippets, length=length, join=join)
+        encode = tokens.smollm2_tokenizer()
+        if form == "instructions":
+            return tokens.instructions(snippets, encode, length=length, who=_role(who))
+        return tokens.token_windows(snippets, encode, length=length)
+
     if "x" in source.train.arrays:
         return repartition(source, seed=seed, **options)
     if "snippets" not in source.train.arrays:
@@ -177,7 +199,7 @@ def _shakespeare(
             return None
         clients = []
         for i in range(split.num_clients):
-            rows = text.character_windows(split.client(i)["snippets"], length=length, join=join)
+            rows = examples(split.client(i)["snippets"], str(split.ids[i]) if len(split.ids) else "")
             order = rng.permutation(len(rows["x"]))
             clients.append({f: a[order] for f, a in rows.items()})
         made = Split.from_clients(clients)
@@ -195,6 +217,11 @@ def _shakespeare(
         unseen=unseen,
     )
     return repartition(data, seed=seed, **options)
+
+
+def _role(name: str) -> str:
+    """The role of a client of TFF's Shakespeare, whose names are PLAY_ROLE: ``THE_TRAGEDY_OF_HAMLET_HAMLET``."""
+    return name.rsplit("_", 1)[-1].capitalize() or "a role"
 
 
 def _digits(defaults: Mapping[str, Any], **options: Any) -> FederatedData:

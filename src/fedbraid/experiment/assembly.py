@@ -35,6 +35,8 @@ from fedbraid.models import build as build_model
 from fedbraid.names import Found, Names, options_of, unknown
 from fedbraid.notices import notice
 from fedbraid.simulation import arrival
+from fedbraid.simulation.timeline import Timing
+from fedbraid.simulation.timing import timing_of
 from fedbraid.version import __version__
 
 __all__ = ["Experiment", "assemble", "build", "find_parts", "from_elsewhere", "load_named"]
@@ -72,6 +74,12 @@ class Experiment:
     def metrics(self) -> Metrics:
         """The model's ``(params, batch) -> {name: (sums, weights)}``, on preprocessed batches, as declared."""
         return as_metrics(self.model.metrics)
+
+    @property
+    def timing(self) -> Timing | None:
+        """Simulated time and asynchronous steps; None if the configuration has neither."""
+        cohort, population = self.config.cohort, self.description.population
+        return timing_of(self.config.clock, self.config.asynchrony, population if cohort == "all" else cohort)
 
     @functools.cached_property
     def params(self) -> PyTree:

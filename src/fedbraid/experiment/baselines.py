@@ -41,7 +41,7 @@ from fedbraid.experiment.lab import TRIES, hold_out_validation
 from fedbraid.experiment.points import points_program, with_values
 from fedbraid.experiment.trials import Criterion
 from fedbraid.local import ClientData, LocalWork, batches_of
-from fedbraid.lowering import LoweringOptions, lower_metrics
+from fedbraid.lowering import LoweringOptions, captured, lower_metrics
 from fedbraid.names import options_of
 from fedbraid.notices import notice
 from fedbraid.simulation.evaluate import client_values, in_batches, score, summarize
@@ -168,6 +168,7 @@ def _plan(kind: Baseline, comparison: Comparison, data: FederatedData) -> _Plan:
         rounds, many = base.rounds, 1
         held, data = pool(held), pool(data)
     tree = base.model_dump() | {"transforms": (), "arrival": Arrival().model_dump(), "attack": Attack().model_dump()}
+    tree |= {"clock": {}, "asynchrony": {}}
     tree |= {"algorithm": {"name": "fedavg", **options, "client_lr": rates[0]}, "rounds": rounds, "cohort": many}
     config = parse(tree)
     experiment = assemble(config, data)
@@ -305,7 +306,7 @@ def _own_scores(metrics: Any, split: Split | None) -> Callable[[Any], Scores]:
     places = jnp.asarray(split.offsets[:-1], jnp.int32), jnp.asarray(split.sizes, jnp.int32)
     measure = lower_metrics(metrics, LoweringOptions())
 
-    @jax.jit
+    @captured.jit
     def evaluate(models: Any, arrays: Any) -> Scores:
         def one(client: Any) -> Scores:
             params, start, size = client
@@ -327,7 +328,7 @@ def _everywhere(metrics: Any, split: Split, declared: Sequence[Any], name: str, 
     batches, owners = in_batches(some)
     measure = lower_metrics(metrics, LoweringOptions())
 
-    @jax.jit
+    @captured.jit
     def values(models: Any, batches: Any, owners: Any) -> Any:
         def one(params: Any) -> Any:
             found = score(measure, params, batches, owners, clients=1, preprocess=split.preprocess)

@@ -21,6 +21,8 @@ COLUMNS = {
     "clients a round": "The number of clients in each round (the cohort).",
     "models a client": "What a client sends and receives in a round, divided by the size of the model. FedAvg has 2.",
     "rounds to": "The first evaluated round in which the metric is at the target or better; mean over seeds.",
+    "simulated time": "Simulated time of the whole run, by the clock of its configuration; mean over seeds.",
+    "simulated time to": "Simulated time until the target is reached; mean over seeds.",
     "sent to": "Bytes sent, both ways, until the target is reached; mean over seeds.",
     "worst tenth of clients": "A tenth of the clients are worse than this value, each on its own test examples.",
     "median client": "Half of the clients are worse than this value, each on its own test examples.",

@@ -44,6 +44,7 @@ from fedbraid.experiment.comparison import (
 )
 from fedbraid.experiment.config import Config, ConfigError
 from fedbraid.experiment.drift import trace_drift
+from fedbraid.experiment.feasibility import check_experiment_timing
 from fedbraid.experiment.figures import draw_curves, save, series
 from fedbraid.experiment.judging import notice_unused
 from fedbraid.experiment.lab import Lab, hold_out_validation
@@ -55,10 +56,11 @@ from fedbraid.experiment.tuning import News, tune
 from fedbraid.metric import Metric, declared_by, global_column, is_personal_column, personal_column
 from fedbraid.notices import notice
 from fedbraid.sealed import Damaged, read_sealed, seal_json
+from fedbraid.simulation.history import SIMULATED
 from fedbraid.simulation.points import Points, PointsResult
 from fedbraid.version import __version__
 
-__all__ = ["run_comparison"]
+__all__ = ["Final", "measure_method", "run_comparison"]
 
 TRIALS, SUMMARY, PICTURE, DRIFT = "trials.parquet", "summary.json", "compare.png", "drift.json"
 BASELINE_ROWS = "baselines.json"
@@ -172,6 +174,8 @@ def _set_up(comparison: Comparison) -> _Setup:
     data = load_named(comparison.config(0))
     cohort = data.train.num_clients if base.cohort == "all" else base.cohort
     built = [assemble(comparison.config(i), data) for i in range(len(comparison.methods))]
+    for experiment in built:
+        check_experiment_timing(experiment)
     if data.test is None:
         raise ConfigError(f"the data {base.data.name!r} has no test split to compare on; set data.test_fraction")
     criteria = [_criterion(comparison, one, data) for one in built]  # all, so that each method is checked
@@ -210,12 +214,32 @@ def _lab(
         raise ConfigError(f"method {comparison.methods[i].label!r}: {error}") from None
 
 
-def _method_row(
-    comparison: Comparison, setup: _Setup, i: int, tuned: Mapping[str, Any], folder: Path, tell: Callable | None
-) -> dict[str, Any]:
-    """Run and test method ``i`` with its tuned values; returns its row of the summary."""
+def measure_method(comparison: Comparison, i: int = 0) -> tuple[dict[str, Any], list[Final], Config | None]:
+    """Tune, run and test method ``i`` without a folder: nothing is written.
+
+    Returns the method's row of the summary, its runs, and its tuned configuration. If every point diverged, there are
+    no runs and no configuration.
+    """
+    setup = _set_up(comparison)
+    lab, seeds = setup.labs[i], range(comparison.base.seed, comparison.base.seed + comparison.settings.seeds)
+    tuned = UNTUNED if lab is None else tune(lab, Trials(None))
+    row = _tuned_row(comparison, setup, i, tuned)
+    if tuned["best"] is None:
+        return row, [], None
+    config = with_values(setup.configs[i], tuned["best"])
+    program = points_program(config, setup.data, (), points=1, seeds=seeds, test=setup.data.test)
+    finals = []
+    for seed in seeds:
+        outcome = program.run([{}], seed=seed, rounds=config.rounds)
+        clients = {name: column[0] for name, column in outcome.clients.items()}
+        finals.append(Final(seed, _table_of(outcome), clients, bool(outcome.diverged[0])))
+    return row | _statistics(finals, setup.criterion), finals, config
+
+
+def _tuned_row(comparison: Comparison, setup: _Setup, i: int, tuned: Mapping[str, Any]) -> dict[str, Any]:
+    """What the row of method ``i`` says before its runs."""
     method, lab, costs, config = comparison.methods[i], setup.labs[i], setup.costs[i], setup.configs[i]
-    row: dict[str, Any] = {
+    return {
         "label": method.label,
         "algorithm": method.name,
         "cohort": setup.data.train.num_clients if config.cohort == "all" else config.cohort,
@@ -226,11 +250,17 @@ def _method_row(
         "at_edge": tuned["at_edge"],
         "trials": tuned["trials"],
         "trials_diverged": tuned["diverged"],
-        "folder": folder.name,
     }
+
+
+def _method_row(
+    comparison: Comparison, setup: _Setup, i: int, tuned: Mapping[str, Any], folder: Path, tell: Callable | None
+) -> dict[str, Any]:
+    """Run and test method ``i`` with its tuned values; returns its row of the summary."""
+    row = _tuned_row(comparison, setup, i, tuned) | {"folder": folder.name}
     if tuned["best"] is None:
         return row
-    best = with_values(config, tuned["best"])
+    best = with_values(setup.configs[i], tuned["best"])
     finals, criterion = _finals(best, setup.data, comparison, folder, tell), setup.criterion
     row |= _statistics(finals, criterion)
     own = Metric(personal_column(criterion.metric.name), criterion.metric.better)
@@ -303,11 +333,7 @@ def _write_run(
     """Write the run folder of an outcome with one point."""
     place.mkdir(parents=True, exist_ok=True)
     runfolder.write_config(place, config)
-    history = {name: column[0] for name, column in outcome.history.items()}
-    at = outcome.evaluations["round"]
-    evaluations = {n: c if n == "round" else c[0] for n, c in outcome.evaluations.items()}
-    table = runfolder.columns(history, evaluations, outcome.rounds)
-    table["seconds"] = np.interp(table["round"], [0, *at], [0.0, *outcome.seconds])
+    table, evaluations = _table_of(outcome), _evaluations_of(outcome)
     runfolder.write_metrics(place, table)
     runfolder.write_clients(place, {name: column[0] for name, column in outcome.clients.items()}, data.test)
     summary = summarize_run(
@@ -324,9 +350,21 @@ def _write_run(
     runfolder.write_summary(place, summary)
 
 
+def _evaluations_of(outcome: PointsResult) -> dict[str, np.ndarray]:
+    return {n: c if n == "round" else c[0] for n, c in outcome.evaluations.items()}
+
+
+def _table_of(outcome: PointsResult) -> dict[str, np.ndarray]:
+    """The columns of an outcome with one point, one row per round."""
+    history = {name: column[0] for name, column in outcome.history.items()}
+    table = runfolder.columns(history, _evaluations_of(outcome), outcome.rounds)
+    table["seconds"] = np.interp(table["round"], [0, *outcome.evaluations["round"]], [0.0, *outcome.seconds])
+    return table
+
+
 def _statistics(finals: Sequence[Final], criterion: Criterion) -> dict[str, Any]:
     """The statistics of a method's runs, for its row."""
-    scores, rounds_to, bytes_to = [], [], []
+    scores, rounds_to, bytes_to, times_to = [], [], [], []
     for final in finals:
         seen = np.isfinite(final.table[criterion.metric.name])
         at, values = final.table["round"][seen], final.table[criterion.metric.name][seen]
@@ -335,6 +373,8 @@ def _statistics(finals: Sequence[Final], criterion: Criterion) -> dict[str, Any]
         rounds_to.append(reached)
         sent = final.table["bytes_down"] + final.table["bytes_up"]
         bytes_to.append(None if reached is None else float(sent[reached - 1]))
+        clock = final.table.get(SIMULATED)
+        times_to.append(None if reached is None or clock is None else float(clock[reached - 1]))
     sound = not any(final.diverged for final in finals)
     return {
         "diverged": sum(final.diverged for final in finals),
@@ -343,6 +383,7 @@ def _statistics(finals: Sequence[Final], criterion: Criterion) -> dict[str, Any]
         "scores": scores,
         "rounds_to_target": None if None in rounds_to else _mean(rounds_to),
         "bytes_to_target": None if None in bytes_to else _mean(bytes_to),
+        "simulated_seconds_to_target": None if None in times_to else _mean(times_to),
         "reached": sum(r is not None for r in rounds_to),
         "clients": _over_clients([final.clients.get(criterion.metric.name) for final in finals], criterion.metric),
         "seconds": _mean([final.table["seconds"][-1] for final in finals]),

@@ -11,8 +11,16 @@ import numpy as np
 from fedbraid import files
 from fedbraid.drawing import BLUE, COLOURS, GREEN, GREY, ORANGE, style, tidy
 from fedbraid.metric import Metric
+from fedbraid.simulation.history import SIMULATED
 
 __all__ = ["draw_clients", "draw_curves", "draw_drift", "draw_run", "save", "series"]
+
+X_LABELS = {
+    "rounds": "round",
+    "bytes": "bytes sent, both ways",
+    "seconds": "seconds",
+    "simulated": "simulated time (seconds)",
+}
 
 
 def save(figure: Any, path: Path, *, pdf: bool = False) -> list[Path]:
@@ -87,13 +95,13 @@ def _evaluated(table: Mapping[str, np.ndarray], name: str) -> tuple[np.ndarray, 
 def series(tables: Sequence[Mapping[str, np.ndarray]], metric: str, against: str) -> dict[str, Any]:
     """A metric of runs that differ only in their seed: x, and its mean, smallest and largest value over the runs.
 
-    ``against`` is "rounds", "bytes" (sent so far, both ways) or "seconds". x is the mean over the runs, up to the end
-    of the shortest run. Rounds that were not evaluated are left out.
+    ``against`` is "rounds", "bytes" (sent so far, both ways), "seconds" or "simulated" (seconds of simulated time). x
+    is the mean over the runs, up to the end of the shortest run. Rounds that were not evaluated are left out.
     """
     found = []
     for table in tables:
         seen = np.isfinite(table[metric])
-        sent = {"rounds": "round", "seconds": "seconds"}.get(against)
+        sent = {"rounds": "round", "seconds": "seconds", "simulated": SIMULATED}.get(against)
         x = table["bytes_down"] + table["bytes_up"] if sent is None else table[sent]
         found.append((np.asarray(x, float)[seen], np.asarray(table[metric], float)[seen]))
     length = min(len(x) for x, _ in found)
@@ -119,7 +127,7 @@ def draw_curves(series: Sequence[Mapping[str, Any]], metric: Metric, against: st
         if np.any(np.asarray(one["high"]) > np.asarray(one["low"])):
             axis.fill_between(one["x"], one["low"], one["high"], color=COLOURS[i % len(COLOURS)], alpha=0.15, lw=0)
         lowest = min(lowest, np.nanmin(one["low"])) if len(one["low"]) else lowest
-    axis.set_xlabel({"rounds": "round", "bytes": "bytes sent, both ways", "seconds": "seconds"}[against])
+    axis.set_xlabel(X_LABELS[against])
     if against == "bytes":
         axis.xaxis.set_major_formatter(EngFormatter("B"))
     axis.set_ylabel(metric.name)
@@ -128,7 +136,8 @@ def draw_curves(series: Sequence[Mapping[str, Any]], metric: Metric, against: st
     tidy(axis)
     if len(series) > 1:
         axis.legend(frameon=False, fontsize=8)
-    figure.suptitle(title or f"{metric.name} against {against}", x=0.01, ha="left", fontsize=11)
+    what = "simulated time" if against == "simulated" else against
+    figure.suptitle(title or f"{metric.name} against {what}", x=0.01, ha="left", fontsize=11)
     return figure
 
 

@@ -20,6 +20,7 @@ from fedbraid.experiment.figures import draw_run
 from fedbraid.experiment.params import BEST, PARAMS, description_in, params_sha256, read_params
 from fedbraid.experiment.summary import RunSummary
 from fedbraid.experiment.tensors import Tensors, named_arrays, tree_of, write_npz, write_tensors
+from fedbraid.lowering import captured
 from fedbraid.models import Model
 from fedbraid.models import build as build_model
 from fedbraid.simulation import checkpoint
@@ -160,12 +161,20 @@ class Run:
         def outputs(params: PyTree, batch: dict[str, Any]) -> Any:
             return predict(params, (batch if prepare is None else prepare(batch, None, False))["x"])
 
-        return jax.jit(outputs)
+        return captured.jit(outputs)
 
-    def export(self, path: str | Path, *, best: bool = False) -> Path:
-        """Write the parameters as ``.safetensors`` or ``.npz``, with names by their path in the tree."""
+    def export(self, path: str | Path, *, best: bool = False, merged: bool = False) -> Path:
+        """Write the parameters as ``.safetensors`` or ``.npz``, with names by their path in the tree.
+
+        merged: all weights of a model with LoRA's adapters, with the adapters added to them.
+        """
         path = Path(path)
-        arrays = named_arrays(self.best if best else self.params)
+        params = self.best if best else self.params
+        if merged:
+            if self.model.merge is None:
+                raise ConfigError("only a model with adapters can be merged ([model.lora]): export it without merged")
+            params = self.model.merge(params)
+        arrays = named_arrays(params)
         if path.suffix == ".safetensors":
             about = {"algorithm": self.config.algorithm.name, "model": self.config.model.name}
             write_tensors(path, arrays, {"fedbraid": __version__, **about})

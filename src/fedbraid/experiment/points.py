@@ -178,7 +178,7 @@ def points_program(
         algorithm = experiment.algorithm
         if swap is not None:
             algorithm = swap(experiment.loss, experiment.config.algorithm.options)
-        task = Task(algorithm, data, experiment.arrival)
+        task = Task(algorithm, data, experiment.arrival, experiment.timing)
         return PointTask(task, experiment.metrics, lambda seed: experiment.model.init(address.init_key(seed)))
 
     cohort = data.train.num_clients if config.cohort == "all" else config.cohort

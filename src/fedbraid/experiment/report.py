@@ -29,7 +29,7 @@ from fedbraid.experiment.pagedata import AXES, clients_of, columns_of, curves_of
 from fedbraid.experiment.trials import judged_by
 from fedbraid.experiment.tuningplot import draw_tuning
 from fedbraid.metric import GINI, MEAN, Metric, global_column, is_client_column, is_personal_column
-from fedbraid.units import format_bytes
+from fedbraid.units import format_bytes, format_seconds
 from fedbraid.version import __version__
 
 __all__ = ["write_report"]
@@ -155,6 +155,10 @@ def _amount(count: float | None) -> Cell:
     return Cell("–") if count is None else Cell(format_bytes(count), count)
 
 
+def _duration(seconds: float | None) -> Cell:
+    return Cell("–") if seconds is None else Cell(format_seconds(seconds), seconds)
+
+
 def _spread(values: Sequence[float]) -> Cell:
     mean = f"{np.mean(values):.4f}"
     text = mean if len(values) < 2 else f"{mean} ± {np.std(values, ddof=1):.4f}"
@@ -190,6 +194,7 @@ def _runs_table(found: Collection) -> str:
     of_clients = [n for n in of_clients if "accuracy" in n] or of_clients
     shown = [n for n in names if not is_client_column(n)] + of_clients
     rows, means = [], []
+    timed = any(run.summary.simulated_seconds is not None for run in found.runs)
     for label, own, finals in _rows_of_models(found):
         scores = [[f[n] for f in finals] if all(n in f for f in finals) else None for n in shown]
         means.append([None if one is None else float(np.mean(one)) for one in scores])
@@ -198,10 +203,14 @@ def _runs_table(found: Collection) -> str:
         cells = ["–" if one is None else _spread(one) for one in scores]
         took = Cell(f"{seconds:.1f} s", float(seconds))
         rows.append([label, own[0].config.algorithm.name, len(own), *cells, _amount(sent), took])
+        if timed:
+            clocks = [clock for run in own if (clock := run.summary.simulated_seconds) is not None]
+            rows[-1].append(_duration(float(np.mean(clocks)) if len(clocks) == len(own) else None))
     best = {3 + j: _best_rows([row[j] for row in means], found.metric(name)) for j, name in enumerate(shown)}
     names = [n.removeprefix("test_").replace("_", " ") for n in shown]
     about = {head: explain_metric(n, found.metric(n)) for head, n in zip(names, shown, strict=True)}
-    return _table(["run", "algorithm", "seeds", *names, "sent", "time"], rows, best, about=about)
+    heads = ["run", "algorithm", "seeds", *names, "sent", "time", *(["simulated time"] if timed else [])]
+    return _table(heads, rows, best, about=about)
 
 
 def _rows_of_models(found: Collection) -> Iterator[tuple[str, Sequence[ReportedRun], Sequence[Mapping[str, float]]]]:
@@ -256,6 +265,7 @@ def _comparison_table(summary: Mapping[str, Any]) -> str:
     metric, target = str(summary["metric"]).removeprefix("test_"), summary["target"]
     heads = ["method", f"{metric}, last rounds", "tuned to", "clients a round", "models a client"]
     heads += [f"rounds to {target:g}", f"sent to {target:g}"] if target is not None else []
+    heads += [f"simulated time to {target:g}"] if _has_clock(summary) else []
     heads += ["worst tenth of clients", "median client", "worst client", "deviation of clients"]
     heads += ["sent in all", "diverged trials"]
     methods = rows_by_model(summary["methods"])
@@ -281,6 +291,12 @@ def _comparison_table(summary: Mapping[str, Any]) -> str:
     return table + "".join(f'<p class="note">{html.escape(note)}</p>' for note in notes)
 
 
+def _has_clock(summary: Mapping[str, Any]) -> bool:
+    """Whether a comparison with a target ran in simulated time."""
+    timed = any(row.get("simulated_seconds_to_target") is not None for row in summary["methods"])
+    return timed and summary["target"] is not None
+
+
 def _baseline_note(row: Mapping[str, Any]) -> str:
     everywhere = row.get("everywhere")
     more = "" if everywhere is None else f"; on the test examples of all clients its model has {everywhere:.4f}"
@@ -291,6 +307,7 @@ def _baseline_cells(row: Mapping[str, Any], summary: Mapping[str, Any]) -> list[
     """A baseline's row of the table of a comparison: it sends nothing, and has no clients a round."""
     cells = [row["label"], _score(row), _tuned_to(row), "–", "0"]
     cells += ["–", "–"] if summary["target"] is not None else []
+    cells += ["–"] if _has_clock(summary) else []
     return [*cells, *_of_clients(row), _amount(0), f"{row['trials_diverged']} of {row['trials']}"]
 
 
@@ -302,6 +319,8 @@ def _method_cells(row: Mapping[str, Any], summary: Mapping[str, Any]) -> list[An
         rounds = row.get("rounds_to_target")
         never = f"{row.get('reached', 0)} of {len(summary['seeds'])} seeds"
         cells += [never if rounds is None else Cell(f"{rounds:.0f}", rounds), _amount(row.get("bytes_to_target"))]
+    if _has_clock(summary):
+        cells.append(_duration(row.get("simulated_seconds_to_target")))
     return [*cells, *_of_clients(row), _amount(row.get("bytes")), f"{row['trials_diverged']} of {row['trials']}"]
 
 
@@ -350,6 +369,8 @@ def _methods(found: Collection) -> str:
         named[("algorithm", run.config.algorithm.name)] = folder
         for transform in run.config.transforms:
             named[("transform", transform.name)] = folder
+        if run.config.asynchrony.name != "none":
+            named[("asynchrony", run.config.asynchrony.name)] = None
     items = []
     for (kind, name), folder in named.items():
         try:

@@ -137,6 +137,8 @@ def _simulate(experiment: Experiment, metric: Metric | None, out: Path, resume: 
         metrics=experiment.metrics if experiment.data.test is not None else None,
         eval_every=config.evaluation.every,
         arrival=experiment.arrival,
+        clock=config.clock,
+        asynchrony=config.asynchrony,
         engine=config.engine,
         checkpoints=Checkpoints(saved, config.checkpoint.every, resume, runfolder.determining(config), judge),
         on_progress=on_progress,

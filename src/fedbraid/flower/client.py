@@ -56,7 +56,7 @@ from fedbraid.flower.wire import (
     read_plain,
 )
 from fedbraid.local import ClientData
-from fedbraid.lowering import LoweringOptions, lower
+from fedbraid.lowering import LoweringOptions, captured, lower
 from fedbraid.masking import Secure
 from fedbraid.metric import PERSONAL
 
@@ -111,7 +111,7 @@ def client_app(
         raise ValueError("metrics and load_test go together: give both or none; metrics are evaluated on the test data")
     site = _Site(alg, params, load_data, preprocess, fingerprint, cache)
     if metrics is not None and load_test is not None:
-        site.load_test, site.sums = load_test, jax.jit(sums_program(metrics, preprocess))
+        site.load_test, site.sums = load_test, captured.jit(sums_program(metrics, preprocess))
     app = ClientApp()
     app.query(wire.HELLO)(site.guard(site.hello))
     if secure is not None:
@@ -147,7 +147,7 @@ class _Site:
         self.secure: SecureSite | None = None
         self.params = shapes_of(params)
         self.lowered = lower(alg, LoweringOptions()).exchanges
-        self.programs = [jax.jit(client_program(exchange)) for exchange in self.lowered]
+        self.programs = [captured.jit(client_program(exchange)) for exchange in self.lowered]
         self.prints: dict[str, str] = {}
         self.layouts: dict[str, str] = {}
 

@@ -7,12 +7,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fedbraid.models.adapters import lora, read_weights
 from fedbraid.models.cnn import emnist_cnn
 from fedbraid.models.linear import least_squares, logistic, one_versus_all, softmax_regression
 from fedbraid.models.lstm import char_lstm, word_lstm
 from fedbraid.models.model import Model
 from fedbraid.models.perceptron import mlp
+from fedbraid.models.pretrained import llama, smollm2
 from fedbraid.models.resnet import resnet18_gn
+from fedbraid.models.transformer import encoder, gpt
 from fedbraid.names import Names, resolve
 
 __all__ = ["MODELS", "NAMES", "build", "resolve"]
@@ -29,6 +32,10 @@ MODELS: dict[str, Callable[..., Model]] = {
     "resnet18_gn": resnet18_gn,
     "char_lstm": char_lstm,
     "word_lstm": word_lstm,
+    "gpt": gpt,
+    "encoder": encoder,
+    "llama": llama,
+    "smollm2": smollm2,
 }
 """The library's own models, and their factories."""
 
@@ -50,6 +57,8 @@ _FEATURES = {"d": lambda shapes, classes: math.prod(shapes["x"])}
 _CLASSES = {"classes": lambda shapes, classes: classes}
 _IMAGE = {"image": lambda shapes, classes: _image(shapes)}
 _VOCAB = {"vocab": lambda shapes, classes: classes}
+_LENGTH = {"length": lambda shapes, classes: shapes["x"][0] if len(shapes["x"]) == 1 else None}
+_OPTION = {"vocab": lambda shapes, classes: None}  # a data set with labels does not say how many token ids it has
 _SIZES: dict[str, dict[str, Callable[[Shapes, int | None], Any]]] = {
     "least_squares": _FEATURES,
     "logistic": _FEATURES,
@@ -60,6 +69,10 @@ _SIZES: dict[str, dict[str, Callable[[Shapes, int | None], Any]]] = {
     "resnet18_gn": _IMAGE | _CLASSES,
     "char_lstm": _VOCAB,
     "word_lstm": _VOCAB,
+    "gpt": _VOCAB | _LENGTH,
+    "encoder": _OPTION | _CLASSES | _LENGTH,
+    "llama": _VOCAB,
+    "smollm2": {},
 }
 
 
@@ -72,13 +85,21 @@ def build(name: str, example_shapes: Shapes, num_classes: int | None = None, **o
             factory gets ``options``, and ``example_shapes`` and ``num_classes`` if it takes them.
         example_shapes: the shape of one example of each field, such as ``{"x": (28, 28), "y": ()}``.
         num_classes: the number of labels (for sequences: of symbols); None for regression.
-        options: further arguments of the factory; they override the sizes of the data set.
+        options: further arguments of the factory; they override the sizes of the data set. ``lora`` is a table of
+            options of `fedbraid.models.lora`: the model then has adapters as its parameters. Its ``weights`` names an
+            ``.npz`` file with the base weights.
 
     >>> model = build("mlp", {"x": (28, 28), "y": ()}, 62, hidden=[50])
     >>> import jax
     >>> [layer["w"].shape for layer in model.init(jax.random.key(0))]
     [(784, 50), (50, 62)]
     """
+    if "lora" in options:
+        table = dict(options.pop("lora"))
+        model = build(name, example_shapes, num_classes, **options)
+        weights = table.pop("weights", None)
+        _check_lora(table)
+        return lora(model, None if weights is None else read_weights(weights, model), **table)
     found = NAMES.find(name)
     if not found.own:
         return NAMES.call(
@@ -104,3 +125,10 @@ def build(name: str, example_shapes: Shapes, num_classes: int | None = None, **o
                 + f"set the option {argument}"
             )
     return factory(**sizes, **options)
+
+
+def _check_lora(table: Mapping[str, Any]) -> None:
+    allowed = [name for name in inspect.signature(lora).parameters if name not in ("model", "base")]
+    for option in table:
+        if option not in allowed:
+            raise ValueError(f"lora has no option {option!r}; it takes {', '.join([*allowed, 'weights'])}")

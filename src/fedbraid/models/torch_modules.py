@@ -6,6 +6,7 @@ import copy
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 
 from fedbraid.local import APPLIES_MASK
 from fedbraid.models.layers import as_floats, image_shape
-from fedbraid.models.model import Array, Model, PyTree, supervised
+from fedbraid.models.model import Array, Model, Normalised, PyTree, supervised
 from fedbraid.models.modules import Score, scorer, targets_of
 from fedbraid.models.torch_operations import environment, needed
 
@@ -54,7 +55,8 @@ def from_torch(
         call: (module, x) -> outputs, if ``module(x)`` is not what you want, such as
             ``lambda module, x: module(input_ids=x, use_cache=False).logits``.
         freeze_statistics: keep layers with running statistics (batch normalisation) in evaluation mode in training,
-            too, with the statistics that the module has. Without it, such modules are refused.
+            too, with the statistics that the module has. Without it, the running statistics of batch normalisation are
+            leaves of ``params``, which methods with private leaves (``fedbn``) keep on the clients.
     """
     torch = needed("torch")
     if not isinstance(module, torch.nn.Module):
@@ -63,11 +65,15 @@ def from_torch(
         raise ValueError(f"call must be a function (module, x) -> outputs, got {call!r}")
     shape = None if image is None else image_shape(image)
     layers = _with_statistics(torch, module)
-    _refuse_statistics(module, layers, freeze_statistics)
+    _refuse_statistics(torch, module, layers, freeze_statistics)
     trained = {name: _array(p) for name, p in module.named_parameters() if p.requires_grad}
     if not trained:
         raise ValueError(f"{type(module).__name__} has no parameter with requires_grad: there is nothing to train")
-    network = _Network(torch, module, call, frozen_layers=set(layers))
+    network = _Network(torch, module, call, frozen_layers=set(layers) if freeze_statistics else set())
+    own = [] if freeze_statistics else layers
+    statistics = [f"{layer}.{name}".lstrip(".") for layer in own for name in STATISTICS_OF_LAYER]
+    trained |= {name: _array(module.get_buffer(name)) for name in statistics}
+    norms = network.normalise_apart(own)
 
     def init(key):
         del key
@@ -78,7 +84,24 @@ def from_torch(
             x = as_floats(x, shape).transpose(0, 3, 1, 2)
         return network(params, x, key)
 
-    model = supervised(init, apply, scorer(score), targets=targets_of(score))
+    def train(params, x, mask, key):
+        with network.lock:
+            norms.mask, norms.seen = mask, {}
+            try:
+                outputs = apply(params, x, key)
+                return outputs, {name: norms.seen.get(name) for name in params}
+            finally:
+                norms.mask = norms.weight = None
+                norms.seen = {}
+
+    model = supervised(
+        init,
+        apply,
+        scorer(score),
+        targets=targets_of(score),
+        norm=tuple(name for name in trained if name.rpartition(".")[0] in own),
+        normalised=Normalised(tuple(statistics), train) if own else None,
+    )
     setattr(model.loss, APPLIES_MASK, False)  # the module sees whole batches, so engines check that padding is ignored
     return model
 
@@ -99,6 +122,7 @@ def to_torch(params: PyTree, module: Any) -> Any:
         raise ValueError(f"to_torch needs a torch.nn.Module, got a {type(module).__name__}")
     result = copy.deepcopy(module)
     own = {name: p for name, p in result.named_parameters() if p.requires_grad}
+    own |= {name: b for name, b in result.named_buffers() if name in params and b.is_floating_point()}
     given = dict(params) if isinstance(params, Mapping) else {}
     if own.keys() != given.keys():
         missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
@@ -130,7 +154,16 @@ class _Network:
             if not tensor.requires_grad
         }
         self.caller = _caller(torch, self.module, call or (lambda module, x: module(x)))
+        self.norms: _Norms | None = None
         self.lock = threading.RLock()  # a call exchanges the module's tensors, so only one thread may trace at a time
+
+    def normalise_apart(self, layers: Sequence[str]) -> _Norms:
+        """Let these layers of batch normalisation leave out padding, and note their new statistics."""
+        self.norms = _Norms()
+        for name in layers:
+            layer = self.module.get_submodule(name)
+            layer.forward = partial(_batch_norm, self.torch, self.norms, layer, name)
+        return self.norms
 
     def __call__(self, params: PyTree, x: Any, key: Array | None) -> Array:
         values = {f"module.{name}": jnp.asarray(value) for name, value in (self.constants | dict(params)).items()}
@@ -141,8 +174,12 @@ class _Network:
                 layer.eval()
             tensors, batch = self.env.j2t_iso((values, jnp.asarray(x)))
             with self.env.override_property(prng=jax.random.key(0) if key is None else key), self.env:
+                if self.norms is not None and self.norms.mask is not None:
+                    self.norms.weight = self.env.j2t_iso(self.norms.mask)
                 outputs = self.torch.func.functional_call(self.caller, tensors, (batch,))
                 outputs = self.env.t2j_iso(_tensor(self.torch, outputs))
+                if self.norms is not None:
+                    self.norms.seen = self.env.t2j_iso(self.norms.seen)
         changed = sorted(name for name, tensor in tensors.items() if tensor.jax() is not values[name])
         if changed:
             raise ValueError(
@@ -150,6 +187,37 @@ class _Network:
                 "is called: clients cannot average such state like parameters, and it would be lost"
             )
         return outputs
+
+
+class _Norms:
+    """What layers of batch normalisation read and write in a call: the rows that count, and new statistics by name."""
+
+    def __init__(self) -> None:
+        self.mask: Any = None
+        self.weight: Any = None
+        self.seen: dict[str, Any] = {}
+
+
+STATISTICS_OF_LAYER = ("running_mean", "running_var")
+
+
+def _batch_norm(torch: Any, norms: _Norms, layer: Any, name: str, x: Any) -> Any:
+    """The forward of batch normalisation: PyTorch's arithmetic over the rows whose mask is 1."""
+    shape, axes = [1, -1, *[1] * (x.dim() - 2)], [0, *range(2, x.dim())]
+    if not layer.training:
+        mean, variance = layer.running_mean, layer.running_var
+    else:
+        weight = norms.weight.to(x.dtype).view(-1, *[1] * (x.dim() - 1))
+        count = weight.sum() * (x.numel() // (x.shape[0] * x.shape[1]))
+        mean = (x * weight).sum(axes) / count.clamp(min=1)
+        variance = ((x - mean.view(shape)) ** 2 * weight).sum(axes) / count.clamp(min=1)
+        share = layer.momentum * (count > 0).to(x.dtype)  # a batch of padding changes nothing
+        batch = mean, variance * count / (count - 1).clamp(min=1)
+        for kind, new in zip(STATISTICS_OF_LAYER, batch, strict=True):
+            old = getattr(layer, kind)
+            norms.seen[f"{name}.{kind}".lstrip(".")] = old + share * (new - old)
+    y = (x - mean.view(shape)) / torch.sqrt(variance.view(shape) + layer.eps)
+    return y if layer.weight is None else y * layer.weight.view(shape) + layer.bias.view(shape)
 
 
 def _caller(torch: Any, module: Any, call: Callable) -> Any:
@@ -208,15 +276,19 @@ def _with_statistics(torch: Any, module: Any) -> list[str]:
     ]
 
 
-def _refuse_statistics(module: Any, layers: list[str], freeze: bool) -> None:
-    if not layers:
-        return
+def _refuse_statistics(torch: Any, module: Any, layers: list[str], freeze: bool) -> None:
+    """Refuse layers whose statistics can be neither kept on the clients nor frozen."""
     if not freeze:
-        raise ValueError(
-            f"{type(module).__name__} keeps running statistics in {', '.join(layers)}, which clients cannot average "
-            "like parameters; use group or layer normalisation, or freeze_statistics=True to train with the statistics "
-            "that the module has"
-        )
+        parts = [(name, module.get_submodule(name)) for name in layers]
+        batch = torch.nn.modules.batchnorm._BatchNorm
+        odd = [n for n, p in parts if not isinstance(p, batch) or p.running_mean is None or p.momentum is None]
+        if odd:
+            raise ValueError(
+                f"{type(module).__name__} keeps running statistics in {', '.join(odd)}, which clients cannot average "
+                "like parameters; only batch normalisation with running means and a momentum can stay on the clients. "
+                "Use group or layer normalisation, or freeze_statistics=True to train with the statistics of the module"
+            )
+        return
     without = [name for name in layers if module.get_submodule(name).running_mean is None]
     if without:
         raise ValueError(

@@ -12,6 +12,7 @@ from typing import Any
 from fedbraid import __version__, files
 from fedbraid.reproduce.entry import Entry, Evidence, Finding, Kind, Size
 from fedbraid.reproduce.registry import entries
+from fedbraid.reproduce.see import SEE
 
 __all__ = ["page_text", "render", "write_index", "write_page"]
 
@@ -117,6 +118,8 @@ def page_text(entry: Entry, result: Mapping[str, Any]) -> str:
     """
     name = result["name"]
     lines = [f"# {entry.title}", "", f"{entry.paper}", "", f"![{entry.title}]({name}.png)", ""]
+    if result["size"] == "full" and name in SEE:
+        lines += [f"*What to see: {SEE[name]}*", ""]
     paper, own = _of_kind(result["findings"], "paper"), _of_kind(result["findings"], "own")
     lines += _rows("paper", paper) if paper else ["No row of this form compares with the paper."]
     if own:

@@ -16,6 +16,7 @@ import numpy as np
 
 from fedbraid.data.federated import Split
 from fedbraid.local import MASK
+from fedbraid.lowering import captured
 from fedbraid.metric import (
     DEVIATION,
     GINI,
@@ -74,7 +75,7 @@ def evaluator(metrics: Callable, split: Split, *, batch_size: int = 256) -> Eval
     >>> {name: float(value) for name, value in evaluate.summary(1.0).items()}["test_regret_client_worst"]
     4.0
     """
-    compiled = jax.jit(partial(score, metrics, clients=split.num_clients, preprocess=split.preprocess))
+    compiled = captured.jit(partial(score, metrics, clients=split.num_clients, preprocess=split.preprocess))
     batches, owners = in_batches(split, batch_size=batch_size)
     return Evaluator(lambda params: compiled(params, batches, owners), declared_by(metrics))
 

@@ -19,7 +19,7 @@ import numpy as np
 from fedbraid.core import check_count, check_number
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.local import Batches, ClientData
-from fedbraid.lowering import LoweringOptions, lower_function, lower_metrics
+from fedbraid.lowering import LoweringOptions, captured, lower_function, lower_metrics
 from fedbraid.metric import declared_by
 from fedbraid.simulation.evaluate import Evaluator, summarize
 
@@ -68,7 +68,7 @@ def adaptation(
     places = [(jnp.asarray(s.offsets[:-1], jnp.int32), jnp.asarray(s.sizes, jnp.int32)) for s in (tuning, query)]
     caps = [max(int(s.sizes.max()), 1) for s in (tuning, query)]
 
-    @jax.jit
+    @captured.jit
     def evaluate(params: PyTree, arrays: Any, places: Any) -> Scores:
         def one(client: tuple) -> Scores:
             number, (start, size), (test_start, test_size) = client

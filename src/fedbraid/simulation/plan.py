@@ -31,7 +31,7 @@ from fedbraid.core import Algorithm
 from fedbraid.costs import data_shapes
 from fedbraid.data.federated import Split
 from fedbraid.local import LocalWork
-from fedbraid.lowering import Lanes, lower
+from fedbraid.lowering import Lanes, captured, lower
 from fedbraid.simulation import hosts
 from fedbraid.simulation.devices import total_memory
 from fedbraid.simulation.options import EngineOptions
@@ -107,6 +107,7 @@ class Slots(NamedTuple):
     size: Any
     live: Any  # [devices] number of used slots; empty slots come after them
     lanes: tuple[Timetable, ...] = ()  # one per fold in the plan of lanes, else empty
+    jobs: Any = ()  # of an asynchronous run: Jobs, which model each client was sent
 
 
 class Load(NamedTuple):
@@ -269,7 +270,7 @@ def client_bytes(alg: Algorithm, params: Any, data: Any, options: EngineOptions)
     for exchange in lower(alg, options).exchanges:
         down = jax.eval_shape(exchange.send, server)
         try:
-            compiled = jax.jit(exchange.client).lower(down, state, own, key).compile()
+            compiled = captured.jit(exchange.client).lower(down, state, own, key).compile()
         except jax.errors.UnexpectedTracerError:
             return None
         used = compiled.memory_analysis()
