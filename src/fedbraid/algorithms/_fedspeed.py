@@ -45,7 +45,7 @@ class SpeedState(NamedTuple):
 def fedspeed(
     loss: Loss,
     *,
-    lam: Any = 10.0,
+    lam: Any = 1.0,
     rho: Any = 0.1,
     alpha: Any = 1.0,
     client_lr: Any = 0.1,
