@@ -22,6 +22,17 @@ def test_the_version_is_written_once():
     assert cited[1] == fedbraid.__version__
 
 
+def test_the_newest_release_of_the_changelog_is_this_version_and_tags_are_checked():
+    heads = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d{2}-\d{2}))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert heads[0] == ("Unreleased", "")
+    assert heads[1][0] == fedbraid.__version__
+    assert heads[1][1]
+    release = (ROOT / ".github/workflows/release.yml").read_text()
+    assert 'tags: ["v*"]' in release
+    assert "from fedbraid.version import __version__" in release
+    assert '= "$GITHUB_REF_NAME"' in release
+
+
 def test_type_checkers_of_users_read_our_types():
     assert (Path(fedbraid.__file__).parent / "py.typed").is_file()
 
