@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: demo check test faults torch-test wheel lint types clean
+.PHONY: demo check test faults torch-test lowest newest bench-check docs wheel lint types clean
 
 demo: $(VENV)/core.stamp ## install what is needed and train the embedded default
 	$(BIN)/fedbraid run --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -27,6 +27,23 @@ torch-test: .venv-torch/stamp ## models of PyTorch, Hugging Face and flax.nnx, i
 	$(PYTHON) -m venv .venv-torch
 	.venv-torch/bin/python -m pip --disable-pip-version-check -q install $(TORCH)
 	.venv-torch/bin/python -m pip --disable-pip-version-check -q install -e '.[torch,flax]' transformers peft pytest hypothesis
+	touch $@
+
+lowest newest: ## all tests with the lowest, or the newest, versions that pyproject.toml allows
+	$(PYTHON) -m venv .venv-$@
+	.venv-$@/bin/python -m pip --disable-pip-version-check -q install uv
+	VIRTUAL_ENV=.venv-$@ .venv-$@/bin/uv pip install -q --upgrade --resolution $(if $(filter lowest,$@),lowest-direct,highest) -e '.[dev]'
+	.venv-$@/bin/python -m pytest -n $(WORKERS) $(TESTS)
+
+bench-check: $(VENV)/dev.stamp ## measure again on a quiet machine; fails if a workload became more than 10% slower
+	$(BIN)/python benchmarks/published.py --check
+
+docs: .venv-docs/stamp ## build the documentation site into site/; the tutorials are executed, any warning is an error
+	PYTHONPATH=docs .venv-docs/bin/python -m sitebuild
+
+.venv-docs/stamp: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip --disable-pip-version-check -q install -e '.[docs]'
 	touch $@
 
 wheel: $(VENV)/dev.stamp ## build the package, check it, install it into an empty environment and run the demo there
@@ -62,4 +79,4 @@ $(VENV)/dev.stamp: pyproject.toml | $(BIN)/python
 	touch $@ $(VENV)/core.stamp
 
 clean:
-	rm -rf $(VENV) .venv-torch runs
+	rm -rf $(VENV) .venv-torch .venv-lowest .venv-newest .venv-docs site build/docs build/docs-cache runs

@@ -1,6 +1,6 @@
 """Seconds per round on a GPU: lanes compared with one padded vmap, on ragged cohorts and in a sweep.
 
-    python benchmarks/gpu.py [--json] [--only NAME ...]
+    python benchmarks/gpu.py [--json] [--only NAME ...] [--out [FILE]] [--check [FILE]]
 
 - cnn: the EMNIST CNN (1,206,590 parameters), 100 clients of equal size x 10 steps x batch 20
 - cnn-ragged: the same with log-normal client sizes (sigma 0.6) of mean 200, cohort 100
@@ -9,6 +9,10 @@
 - pieces: the CNN's second convolution and its gradients for 100 clients, alone and with bias, ReLU and pool, and the
   LSTM's 80 positions for 20 clients, by the library's kernels and by XLA's operations
 - floors: copy bandwidth and rate of matrix products of the GPU, measured in the same run
+
+``--out`` writes the numbers into FILE (default: benchmarks/results/h200.json), from which docs/benchmarks.md is made
+(`published.py --page`). ``--check`` compares with FILE: it names rows that are more than 5% slower, and fails if there
+are any.
 
 Times are medians over portions of rounds after the first, which compiles. The masked share is the share of steps whose
 results are discarded.
@@ -22,6 +26,7 @@ import statistics
 import sys
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -217,9 +222,13 @@ def measurements() -> dict:
     return found
 
 
-def main() -> None:
+def main() -> int:
+    from published import GPU, read, slower_rows, take_gpu
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", nargs="?", const=GPU, type=Path, metavar="FILE")
+    parser.add_argument("--check", nargs="?", const=GPU, type=Path, metavar="FILE")
     parser.add_argument("--only", nargs="+", help="run only measurements whose name contains one of these words")
     options = parser.parse_args()
     report = {"device": str(jax.devices()[0]), "jax": jax.__version__}
@@ -231,7 +240,15 @@ def main() -> None:
         print(f"{name:24} {line}", flush=True, file=sys.stderr if options.json else sys.stdout)
     if options.json:
         print(json.dumps(report))
+    slower = slower_rows(read(options.check)["rows"], report) if options.check else []
+    for line in slower:
+        print(line)
+    if options.check and not slower:
+        print(f"no row is more than 5% slower than in {options.check.name}")
+    if options.out:
+        take_gpu(report, options.out)
+    return 1 if slower else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -200,9 +200,10 @@ def main() -> None:
     report: dict = {"machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores", "workloads": {}}
     for workload in options.workloads:
         times: dict[str, list[float]] = {}
-        details = {}
+        details, products = {}, []
         for _ in range(options.repeats):
             details = in_own_process(workload, options.devices)
+            products.append(details["seconds_per_round"] * details["gflops_peak"])
             times.setdefault("fedbraid", []).append(details["seconds_per_round"])
             for name, scripts in peers_of(workload, options.scripts):
                 if options.against and not any(word in name for word in options.against):
@@ -213,7 +214,15 @@ def main() -> None:
             print(".", end="", flush=True, file=sys.stderr)
         medians = {name: statistics.median(values) for name, values in times.items()}
         ratios = {name: median / medians["fedbraid"] for name, median in medians.items()}
-        report["workloads"][workload] = {"seconds": times, "median": medians, "times_ours": ratios, "ours": details}
+        report["workloads"][workload] = {
+            "seconds": times,
+            "median": medians,
+            "times_ours": ratios,
+            "ours": details,
+            "products": min(
+                products
+            ),  # GFLOP of products in the time of a round: does not depend on the machine's speed
+        }
     print(file=sys.stderr)
     if options.json:
         print(json.dumps(report))

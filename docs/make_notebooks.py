@@ -1,6 +1,6 @@
 """Makes and executes the notebooks of this folder: `python docs/make_notebooks.py`.
 
-It needs `pip install 'fedbraid[docs]'`. The cells are written here. A test
+It needs `pip install 'fedbraid[notebooks]'`. The cells are written here. A test
 checks that the notebook has these cells and that they run in order.
 """
 

@@ -40,6 +40,7 @@ class Key(NamedTuple):
     options: Any
     local: bool
     x64: bool
+    timing: Any
 
 
 class Kept(NamedTuple):
@@ -54,7 +55,7 @@ def _shared(task: Any, plan: Any, mesh: Any, options: Any, *, local: bool) -> An
     split = task.data.train
     sizes = (split.num_clients, int(split.sizes.max()))
     x64 = bool(jax.config.jax_enable_x64)
-    key = Key(task.algorithm, task.arrival, task.data.preprocess, sizes, plan, mesh, options, local, x64)
+    key = Key(task.algorithm, task.arrival, task.data.preprocess, sizes, plan, mesh, options, local, x64, task.timing)
     if key not in _programs:
         program, arguments = _make(task, plan, mesh, options, local=local), []
 

@@ -168,3 +168,52 @@ def test_import_needs_no_fcntl():
     code = "import sys; sys.modules['fcntl'] = None; import fedbraid"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+UNIX_MODULES = ("fcntl", "grp", "posix", "pty", "pwd", "readline", "resource", "syslog", "termios", "tty")
+UNIX_NAMES = {  # not on Windows; sched_getaffinity not on macOS
+    "os": (
+        "fork",
+        "getpgid",
+        "geteuid",
+        "getuid",
+        "killpg",
+        "O_DIRECTORY",
+        "O_NOFOLLOW",
+        "sched_getaffinity",
+        "sysconf",
+    ),
+    "signal": ("SIGALRM", "SIGHUP", "SIGKILL", "SIGUSR1", "SIGUSR2", "setitimer"),
+}
+
+
+def unix_only_at_import(tree: ast.AST) -> list[str]:
+    """Names that exist on Unix only and that a module uses when it is imported, that is outside of functions."""
+    found = []
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            found += [name.name for name in node.names if name.name in UNIX_MODULES]
+        elif isinstance(node, ast.ImportFrom):
+            imported = UNIX_NAMES.get(node.module or "", ())
+            found += [node.module] if node.module in UNIX_MODULES else []
+            found += [f"{node.module}.{name.name}" for name in node.names if name.name in imported]
+        elif isinstance(node, ast.Attribute):
+            name = ast.unparse(node)
+            found += [name] if name in {f"{m}.{n}" for m, names in UNIX_NAMES.items() for n in names} else []
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            signature = [*node.args.defaults, *(d for d in node.args.kw_defaults if d is not None)]
+            signature += getattr(node, "decorator_list", [])
+            for part in signature:  # evaluated at import; the body is not
+                found += unix_only_at_import(ast.Expression(part))
+        else:
+            found += unix_only_at_import(node)
+    return found
+
+
+def test_no_module_needs_unix_when_it_is_imported():
+    text = (
+        "import os, signal\ntry:\n    import resource\nfinally:\n    END = signal.SIGKILL\ndef f(a=os.fork): os.killpg"
+    )
+    assert unix_only_at_import(ast.parse(text)) == ["resource", "signal.SIGKILL", "os.fork"]
+    for path in sorted(SOURCE.rglob("*.py")):
+        assert not unix_only_at_import(ast.parse(path.read_text(encoding="utf-8"))), path

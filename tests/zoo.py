@@ -421,16 +421,142 @@ ALGORITHMS: dict[str, Row] = {
         rates={"lr": 0.02, "lambda_lr": 0.1},
         refuses=(*_refuse_rates(fb.afl, "lr", "lambda_lr"), (lambda: fb.afl(loss, output="best"), "output")),
     ),
+    "fedper": Row(
+        fb.fedper,
+        {"client_lr": 0.05, "head": "b"},
+        rates={"client_lr": 0.02},
+        refuses=((lambda: fb.fedper(loss), "head"), *_refuse_rates(fb.fedper, "client_lr")),
+    ),
+    "lg_fedavg": Row(
+        fb.lg_fedavg,
+        {"client_lr": 0.05, "head": "w"},
+        rates={"client_lr": 0.02},
+        refuses=((lambda: fb.lg_fedavg(loss), "head"), *_refuse_rates(fb.lg_fedavg, "client_lr")),
+    ),
+    "fedrep": Row(
+        fb.fedrep,
+        {"client_lr": 0.05, "head_lr": 0.1, "head": "b"},
+        rates={"client_lr": 0.02, "head_lr": 0.05},
+        refuses=(
+            (lambda: fb.fedrep(loss), "head"),
+            (lambda: fb.fedrep(loss, head="b", head_lr=-1.0), "head_lr"),
+            (lambda: fb.fedrep(loss, head="b", steps=2, head_epochs=2), "head_steps"),
+            (lambda: fb.fedrep(loss, head="b", head_epochs=0), "head_epochs"),
+            (lambda: fb.fedrep(loss, head="b", client_lr=-1.0), "client_lr"),
+        ),
+    ),
+    "fedbabu": Row(
+        fb.fedbabu,
+        {"client_lr": 0.05, "tune_lr": 0.1, "head": "b"},
+        rates={"client_lr": 0.02, "tune_lr": 0.05},
+        refuses=(
+            (lambda: fb.fedbabu(loss), "head"),
+            (lambda: fb.fedbabu(loss, head="b", tune_lr=-1.0), "tune_lr"),
+            (lambda: fb.fedbabu(loss, head="b", tune_epochs=-1), "tune_epochs"),
+            (lambda: fb.fedbabu(loss, head="b", client_lr=-1.0), "client_lr"),
+        ),
+    ),
     "fednova": Row(
         fb.fednova,
         {"client_lr": 0.05, "rho": 0.5, "alpha": 0.1},
         rates={**BOTH, "rho": 0.0, "alpha": 0.0},
         refuses=_refuse_rates(fb.fednova, "client_lr", "server_lr", "rho", "alpha"),
     ),
+    "ditto": Row(
+        fb.ditto,
+        {"client_lr": 0.05, "lam": 0.5},
+        rates={**BOTH, "lam": 0.0},
+        varied=(Varied({"personal_lr": 0.05}, {"personal_lr": 0.02}),),
+        refuses=_refuse_rates(fb.ditto, "lam", "client_lr", "personal_lr"),
+    ),
+    "apfl": Row(
+        fb.apfl,
+        {"client_lr": 0.05, "alpha": 0.4, "adapt": True, "alpha_lr": 0.05},
+        rates={**BOTH, "alpha": 0.7, "alpha_lr": 0.02},
+        refuses=(
+            *_refuse_rates(fb.apfl, "alpha", "client_lr", "alpha_lr"),
+            (lambda: fb.apfl(loss, alpha=1.5), "alpha"),
+            (lambda: fb.apfl(loss, alpha=0.0, adapt=True), "alpha"),
+        ),
+    ),
+    "pfedme": Row(
+        fb.pfedme,
+        {"client_lr": 0.05, "personal_lr": 0.05, "lam": 4.0, "inner_steps": 2},
+        rates={**BOTH, "personal_lr": 0.02, "lam": 2.0},
+        refuses=(
+            *_refuse_rates(fb.pfedme, "lam", "client_lr", "personal_lr"),
+            (lambda: fb.pfedme(loss, inner_steps=0), "inner_steps"),
+        ),
+    ),
+    "fedcm": Row(
+        fb.fedcm,
+        {"client_lr": 0.05, "alpha": 0.4},
+        rates={**BOTH, "alpha": 0.7},
+        refuses=(*_refuse_rates(fb.fedcm, "alpha", "client_lr"), (lambda: fb.fedcm(loss, alpha=0.0), "alpha")),
+    ),
+    "fedsam": Row(
+        fb.fedsam,
+        {"client_lr": 0.05, "rho": 0.1},
+        rates={**BOTH, "rho": 0.3},
+        refuses=_refuse_rates(fb.fedsam, "rho", "client_lr"),
+    ),
+    "mofedsam": Row(
+        fb.mofedsam,
+        {"client_lr": 0.05, "rho": 0.1, "alpha": 0.4},
+        rates={**BOTH, "rho": 0.3, "alpha": 0.7},
+        refuses=_refuse_rates(fb.mofedsam, "rho", "alpha"),
+    ),
+    "fedacg": Row(
+        fb.fedacg,
+        {"client_lr": 0.05},
+        rates={**BOTH, "lam": 0.5, "beta": 0.5},
+        refuses=(*_refuse_rates(fb.fedacg, "lam", "beta", "server_lr"), (lambda: fb.fedacg(loss, lam=1.0), "lam")),
+    ),
+    "feddc": Row(
+        fb.feddc,
+        {"client_lr": 0.05, "alpha": 1.0},
+        rates={"client_lr": 0.02, "alpha": 2.0},
+        invariant=lambda server, states: jnp.maximum(_gap(server.h, states.h), _gap(server.c, states.c)),
+        exact=True,
+        refuses=(*_refuse_rates(fb.feddc, "alpha", "client_lr"), (lambda: fb.feddc(loss, correction=2), "correction")),
+    ),
+    "fedspeed": Row(
+        fb.fedspeed,
+        {"client_lr": 0.05, "lam": 1.0},
+        rates={"client_lr": 0.02, "lam": 0.5, "rho": 0.05, "alpha": 0.5},
+        refuses=(*_refuse_rates(fb.fedspeed, "lam", "rho", "alpha"), (lambda: fb.fedspeed(loss, alpha=1.5), "alpha")),
+    ),
+    "ifca": Row(
+        fb.ifca,
+        {"client_lr": 0.05, "spread": 0.01},
+        rates=BOTH,
+        refuses=(
+            *_refuse_rates(fb.ifca, "client_lr", "spread", "server_lr"),
+            (lambda: fb.ifca(loss, clusters=0), "clusters"),
+        ),
+    ),
+    "fedala": Row(
+        fb.fedala,
+        {"client_lr": 0.05},
+        rates={**BOTH, "weight_lr": 0.2},
+        draws=True,  # the examples on which the weights are learned
+        refuses=(
+            *_refuse_rates(fb.fedala, "weight_lr", "share"),
+            (lambda: fb.fedala(loss, weight_epochs=0), "weight_epochs"),
+        ),
+    ),
 }
 
-ELSEWHERE = {"pfnm": "algorithms/test_pfnm.py", "flexlora": "algorithms/test_flexlora.py"}
-"""Algorithms for one kind of network, and the test that runs `fedbraid.testing.check` on them with such a network."""
+ELSEWHERE = {
+    "pfnm": "algorithms/test_pfnm.py",
+    "flexlora": "algorithms/test_flexlora.py",
+    "local_only": "algorithms/test_personal.py",
+    "moon": "algorithms/test_features.py",
+    "fedproto": "algorithms/test_features.py",
+    "fedbn": "algorithms/test_fedbn.py",
+    "fedrod": "algorithms/test_features.py",
+}
+"""Algorithms for one kind of network or without a global model, and the test that runs `fedbraid.testing.check`."""
 
 
 def _innermost(state: Any) -> Any:

@@ -194,6 +194,7 @@ class Exchange(NamedTuple):
     sealed: Guarantee | None = None
     guards: tuple[str, ...] = ()
     at_most: int | None = None  # clients per round that the method is defined for; engines say it if there are more
+    lockstep: str = ""  # why the server cannot use uploads of an older model; asynchronous runs refuse it with this
 
 
 class Algorithm(NamedTuple):

@@ -11,8 +11,9 @@ first rewrite the loss (see :func:`rewriting`), for example to replace slow oper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack
@@ -21,10 +22,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbraid.core import Algorithm, Report, check_count, check_number, is_traced
+from fedbraid.core import Algorithm, Report, StructureError, check_count, check_number, is_traced
 
 __all__ = [
     "APPLIES_MASK",
+    "HEAD",
+    "LEADING",
+    "NORM",
+    "STATISTICS",
     "WEIGHTINGS",
     "Batches",
     "ClientData",
@@ -32,9 +37,12 @@ __all__ = [
     "Fold",
     "LocalOptions",
     "LocalWork",
+    "Statistics",
     "Weighting",
     "batches_of",
+    "collecting_statistics",
     "grad",
+    "leaf_names",
     "local_work",
     "map_work",
     "masked_mean",
@@ -48,6 +56,10 @@ __all__ = [
 PyTree = Any
 MASK = "mask"
 APPLIES_MASK = "applies_mask"  # attribute of a loss that is known to ignore padded rows
+HEAD = "head_leaves"  # attribute of a loss: patterns of the names of the model's last layer
+NORM = "norm_leaves"  # attribute of a loss: names of the leaves of the model's normalisation layers
+STATISTICS = "statistics"  # attribute of a loss whose model has statistics of batches; see `Statistics`
+LEADING = "leading"  # the field of a batch that says whether it belongs to the leading phase; see `Batches`
 BYZANTINE = "byzantine"  # the field that marks attackers; see fedbraid.data.mark
 
 
@@ -90,6 +102,60 @@ def rewritten(function: Callable) -> Callable:
     return run
 
 
+def leaf_names(params: PyTree) -> list[str]:
+    """The names of a model's leaves.
+
+    >>> leaf_names({"body": [jnp.zeros(2)], "head": {"w": jnp.zeros(1)}})
+    ['body.0', 'head.w']
+    """
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    return [jax.tree_util.keystr(path, simple=True, separator=".") or "params" for path in paths]
+
+
+class Statistics(NamedTuple):
+    """The leaves of a model that every training step updates by a rule: running means of batch normalisation.
+
+    leaves: their names. update: ``(params, batch, key) -> (loss, new statistics)``, the latter in the structure of the
+    model, with None at the other leaves. The gradient of the loss with respect to these leaves is 0.
+    """
+
+    leaves: tuple[str, ...]
+    update: Callable
+
+
+_collected: ContextVar[list[tuple[PyTree, PyTree]] | None] = ContextVar("statistics", default=None)
+
+
+@contextmanager
+def collecting_statistics() -> Iterator[list[tuple[PyTree, PyTree]]]:
+    """New statistics of the losses that are differentiated in this context: pairs of a model and its statistics."""
+    seen: list[tuple[PyTree, PyTree]] = []
+    token = _collected.set(seen)
+    try:
+        yield seen
+    finally:
+        _collected.reset(token)
+
+
+def _with_statistics(statistics: Statistics) -> Callable:
+    """``value_and_grad`` of a loss whose model has statistics, which are collected."""
+
+    def run(params: PyTree, batch: Any, key: Any = None) -> tuple[Any, PyTree]:
+        seen = _collected.get()
+        if seen is None:
+            raise StructureError(
+                f"this model has batch normalisation: its statistics ({', '.join(statistics.leaves[:3])} ...) belong "
+                "to the examples of one client, and this method would average them like weights. Use a method that "
+                "keeps them on the clients (fedbn; fedper, fedrep and others with private leaves; the transform "
+                "private), or a model with group or layer normalisation"
+            )
+        (value, new), g = jax.value_and_grad(rewritten(statistics.update), has_aux=True)(params, batch, key)
+        seen.append((params, new))
+        return value, g
+
+    return run
+
+
 def value_and_grad(loss: Callable) -> Callable:
     """``jax.value_and_grad(loss)``, with respect to the first argument, of the loss as the engine rewrites it.
 
@@ -97,11 +163,14 @@ def value_and_grad(loss: Callable) -> Callable:
     >>> float(value), gradient.tolist()
     (9.0, [6.0])
     """
-    return jax.value_and_grad(rewritten(loss))
+    statistics = getattr(loss, STATISTICS, None)
+    return jax.value_and_grad(rewritten(loss)) if statistics is None else _with_statistics(statistics)
 
 
 def grad(loss: Callable) -> Callable:
     """``jax.grad(loss)``, with respect to the first argument, of the loss as the engine rewrites it."""
+    if getattr(loss, STATISTICS, None) is not None:
+        return lambda *args: value_and_grad(loss)(*args)[1]
     return jax.grad(rewritten(loss))
 
 
@@ -222,6 +291,8 @@ class Batches:
     augment: whether the data's preprocessing augments these batches at random, as in training.
     drawn: take ``part`` from the rows in a random order (`ClientData.in_random_order`), not in their stored order. The
         parts are then random subsets, the same in every round.
+    leading: the number of first epochs (or steps, if steps are given) that are a phase of their own: in its batches the
+        field ``leading`` is True, in the others False. 0: there is no such field.
     """
 
     size: int | None = 20
@@ -231,6 +302,7 @@ class Batches:
     part: tuple[float, float] = (0.0, 1.0)
     augment: bool = True
     drawn: bool = False
+    leading: int = 0
 
     def __post_init__(self) -> None:
         if self.size is not None:
@@ -259,6 +331,16 @@ class Batches:
         assert self.epochs is not None
         return self.epochs * self._per_epoch(self.bounds(n)[1])
 
+    def after(self, leading: int) -> Batches:
+        """These batches after a leading phase of so many epochs, or steps if these batches are counted in steps.
+
+        >>> Batches(10, epochs=1).after(2).count(25)
+        9
+        """
+        if self.steps is not None:
+            return replace(self, steps=self.steps + leading, leading=leading)
+        return replace(self, epochs=(self.epochs or 0) + leading, leading=leading)
+
     def _per_epoch(self, n: Any) -> Any:
         return n * 0 + 1 if self.size is None else -(-n // self.size)
 
@@ -267,6 +349,11 @@ class Batches:
 
         key: for the order of the examples. augmentation: key for random augmentation; None means no augmentation.
         """
+        if self.leading:
+            first = (
+                self.leading if self.steps is not None else self.leading * self._per_epoch(self.bounds(data.size)[1])
+            )
+            return replace(self, leading=0).take(data, k, key, augmentation) | {LEADING: jnp.asarray(k) < first}
         start, n = self.bounds(data.size)
         data = data.in_random_order() if self.drawn else data
         augmentation = augmentation if self.augment else None

@@ -6,7 +6,8 @@ so on) need no declaration; any other name is declared with `Metrics` by whoever
 Names are compared as a whole: "error_free" has nothing to do with "error".
 
 Columns of a run are named after metrics: ``test_accuracy`` over all test examples, ``test_accuracy_client_worst`` over
-clients, ``train/loss`` as the clients of the exchange "train" reported it. `metric_of_column` reads such names.
+clients, ``train/loss`` as the clients of the exchange "train" reported it. ``test_personal_accuracy`` is the accuracy
+of the clients' own models, each on its own test examples. `metric_of_column` reads such names.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Literal, get_args
 
 __all__ = [
     "KNOWN",
+    "PERSONAL",
     "Better",
     "Metric",
     "Metrics",
@@ -24,16 +26,22 @@ __all__ = [
     "declared_by",
     "declares",
     "directions",
+    "global_column",
     "is_client_column",
+    "is_personal_column",
     "metric_of_column",
     "part",
+    "personal_column",
     "shown_values",
 ]
 
 Better = Literal["higher", "lower"]
-PREFIXES = ("test_", "validation_", "server_", "adapted_")
+PERSONAL = "personal_"
+PREFIXES = ("test_", "validation_", "server_", "adapted_", PERSONAL)
 MEAN, WORST_TENTH, WORST = "_client_mean", "_client_worst_tenth", "_client_worst"
-CLIENT_SUFFIXES = (MEAN, WORST_TENTH, WORST)
+DEVIATION, GINI = "_client_deviation", "_client_gini"
+SPREADS = (DEVIATION, GINI)  # of any metric: lower is fairer
+CLIENT_SUFFIXES = (MEAN, WORST_TENTH, WORST, *SPREADS)
 
 
 @dataclass(frozen=True)
@@ -174,11 +182,44 @@ def is_client_column(column: str) -> bool:
     return column.endswith(CLIENT_SUFFIXES)
 
 
+def personal_column(column: str) -> str:
+    """The column of the clients' own models that belongs to a column of the global model.
+
+    >>> personal_column("test_accuracy_client_worst")
+    'test_personal_accuracy_client_worst'
+    """
+    prefix = next((prefix for prefix in PREFIXES if column.startswith(prefix)), "")
+    return prefix + PERSONAL + column.removeprefix(prefix)
+
+
+def is_personal_column(column: str) -> bool:
+    """Whether a column is about the clients' own models.
+
+    >>> is_personal_column("test_personal_loss"), is_personal_column("test_loss")
+    (True, False)
+    """
+    return global_column(column) != column
+
+
+def global_column(column: str) -> str:
+    """The column of the global model that belongs to one of the clients' own models; others are returned unchanged.
+
+    >>> global_column("test_personal_accuracy"), global_column("personal_loss"), global_column("test_loss")
+    ('test_accuracy', 'loss', 'test_loss')
+    """
+    for prefix in ("test_", "validation_", ""):
+        if column.startswith(prefix + PERSONAL):
+            return prefix + column.removeprefix(prefix + PERSONAL)
+    return column
+
+
 def metric_of_column(column: str, declared: Iterable[Metric] = ()) -> Metric:
     """The direction of a column of a run, by the metric that the column is named after.
 
     >>> metric_of_column("test_accuracy_client_worst_tenth").better, metric_of_column("train/loss").better
     ('higher', 'lower')
+    >>> metric_of_column("test_accuracy_client_deviation").better
+    'lower'
     >>> metric_of_column("test_error_free", [Metric("error_free", "higher")]).better
     'higher'
     >>> metric_of_column("test_error_free")
@@ -193,7 +234,8 @@ mae, perplexity, gap
     names = list(_names(column))
     for name in names:
         if name in known:
-            return Metric(column, known[name])
+            spread = name != column and column.endswith(SPREADS)
+            return Metric(column, "lower" if spread else known[name])
     raise ValueError(
         f"metric {names[-1]!r} has no known direction: declare whether higher or lower is better where it is computed, "
         f'as in Metrics(function, (Metric({names[-1]!r}, better="higher"),)); well-known names are '

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["format_bytes"]
+__all__ = ["format_bytes", "format_seconds"]
 
 
 def format_bytes(count: float) -> str:
@@ -16,3 +16,15 @@ def format_bytes(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration in its largest unit, three digits.
+
+    >>> format_seconds(45.0), format_seconds(5400), format_seconds(200_000)
+    ('45 s', '1.5 h', '2.31 d')
+    """
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size or (unit == "h" and seconds >= size):
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"

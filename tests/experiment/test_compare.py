@@ -286,8 +286,8 @@ def test_no_local_row_where_test_clients_are_others(points):
 @pytest.mark.parametrize(
     ("better", "reached", "clients"),
     [
-        ("lower", 3, {"worst": 4.0, "worst_tenth": 3.7, "median": 2.5, "best_tenth": 1.3}),
-        ("higher", 1, {"worst": 1.0, "worst_tenth": 1.3, "median": 2.5, "best_tenth": 3.7}),
+        ("lower", 3, {"worst": 4.0, "worst_tenth": 3.7, "median": 2.5, "best_tenth": 1.3, "deviation": 1.25**0.5}),
+        ("higher", 1, {"worst": 1.0, "worst_tenth": 1.3, "median": 2.5, "best_tenth": 3.7, "deviation": 1.25**0.5}),
     ],
 )
 def test_a_table_follows_the_direction_of_its_metric(better, reached, clients):

@@ -102,7 +102,9 @@ def test_equinox_modules_over_batches_and_values():
 
 def test_equinox_refusals():
     with pytest.raises(ValueError, match="keeps state"):
-        from_equinox(lambda key: eqx.nn.BatchNorm(3, "batch", mode="batch"))
+        from_equinox(lambda key: eqx.nn.SpectralNorm(eqx.nn.Linear(3, 3, key=key), "weight", key=key))
+    with pytest.raises(ValueError, match="with batched=False"):
+        from_equinox(lambda key: eqx.nn.BatchNorm(3, "batch", mode="batch"), batched=True)
     with pytest.raises(ValueError, match="module or a function"):
         from_equinox(3)
     with pytest.raises(ValueError, match="returned a"):

@@ -100,6 +100,18 @@ def test_the_lstm_runs_its_recurrence_in_kernels(compute, precision):
     assert all("whole, too small" in line for line in found.matrices["train"])
 
 
+def test_the_resnet_normalises_and_convolves_in_kernels_and_stores_values_narrow():
+    data = client(100, x=((24, 24, 3), jnp.float32), y=((), jnp.int32))
+    found = explained(models.resnet18_gn(100), data, clients=20, batch=20, precision="bfloat16")
+    assert found.kernels["train"] == [
+        "convolution x 19",
+        "convolution_kernel_gradient x 10",
+        "group_norm x 20",
+        "group_norm_back x 20",
+    ]
+    assert not [line for line in found.convolutions["train"] if "XLA" in line]
+
+
 def test_what_is_switched_off_is_off():
     data = client(200, x=((28, 28), jnp.float32), y=((), jnp.int32))
     options = {"clients": 100, "batch": 20, "matrices": "whole", "convolutions": "native"}

@@ -12,9 +12,9 @@ from scipy.special import expit, log_softmax, logsumexp
 from sklearn.linear_model import LogisticRegression
 
 from fedbraid import models
+from fedbraid.lowering.operations import group_norm
 from fedbraid.models import Model, total
 from fedbraid.models.lstm import lstm, lstm_init, recurrence
-from fedbraid.models.resnet import group_norm
 
 B = 5
 

@@ -96,6 +96,25 @@ def halves(w, x, start):
     return w - jnp.asarray(0.1, w.dtype) * jnp.matmul(x.astype(jnp.bfloat16).T, y)
 
 
+def narrow(w, x, start):
+    """As under mixed precision: the matrix and the inputs in bfloat16, and the gradient back in float32."""
+    half = jnp.bfloat16
+    x, v = x.astype(half), w.astype(half)
+    y = outputs(x @ v)
+    g = jnp.matmul((x + (0.3 * outputs(y @ v.T))).T, y, preferred_element_type=half)
+    return w - 0.1 * g.astype(w.dtype)
+
+
+@pytest.mark.parametrize("shape", [(7, 4), (4, 7)], ids=["tall", "wide"])
+def test_a_matrix_that_is_converted_for_its_products_grows(shape):
+    rng = np.random.default_rng(0)
+    w, inputs = rng.standard_normal(shape).astype(np.float32), rng.standard_normal((3, 2, shape[0])).astype(np.float32)
+    found, grew = walk(narrow, w, inputs)
+    assert grew == {0: 2}
+    exact = by_numpy("back", w.astype(np.float64), inputs.astype(np.float64))
+    assert 0 < np.linalg.norm(found - exact) < 0.01 * np.linalg.norm(exact - w)
+
+
 @pytest.mark.parametrize("shape", [(7, 4), (4, 7)], ids=["tall", "wide"])
 def test_a_product_of_two_dtypes_grows_and_its_rate_is_not_rounded(shape):
     rng = np.random.default_rng(0)

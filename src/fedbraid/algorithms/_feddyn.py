@@ -117,6 +117,7 @@ def feddyn(
         receive,
         reconcile=reconcile,
         keeps=("pseudograd",),
+        lockstep="h must be the mean of the clients' g_i, which staleness weights would break",
     )
     return Algorithm(
         init=lambda params: FedDynState(params, jax.tree.map(jnp.zeros_like, params)),

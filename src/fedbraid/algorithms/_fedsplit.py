@@ -272,7 +272,13 @@ def fedsplit(
         return state._replace(z=z)
 
     exchange = Exchange(
-        "prox", lambda server: Down(server.params), client, receive, reconcile=reconcile, keeps=("pseudograd",)
+        "prox",
+        lambda server: Down(server.params),
+        client,
+        receive,
+        reconcile=reconcile,
+        keeps=("pseudograd",),
+        lockstep="a step reflects every client's z_j at the same average x, so all clients must have the newest x",
     )
     return Algorithm(SplitServer, init_client, (exchange,), lambda server: server.params)
 

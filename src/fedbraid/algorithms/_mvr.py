@@ -64,6 +64,7 @@ from fedbraid.recipes import mvr_steps, prescribed
 __all__ = ["mime_mvr", "mimelite_mvr", "server_only_mvr"]
 
 PyTree = Any
+LOCKSTEP = "the momentum compares gradients at the server's last two models"
 A, CLIENT_LR = 0.1, 0.1  # defaults; a value that is another object was given
 Anchor = Literal["current", "previous"]
 
@@ -241,6 +242,7 @@ def _mvr(
                 lambda server: sent(server, p=server.p),
                 LocalWork((train, gradients), with_gradients),
                 receive,
+                lockstep=LOCKSTEP,
             ),
         )
     else:
@@ -337,6 +339,7 @@ def server_only_mvr(
         lambda server: Down(server.params, Sent(previous=server.previous)),
         LocalWork((full_gradients(loss, _both, batch_size),), report),
         receive,
+        lockstep=LOCKSTEP,
     )
     return Algorithm(
         init=lambda params: MVRState(params, params, jax.tree.map(jnp.zeros_like, params)),

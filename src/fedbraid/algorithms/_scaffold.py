@@ -180,6 +180,7 @@ def scaffold(
         reducer=UNIFORM_AUX,
         reconcile=reconcile,
         keeps=("aux",),
+        lockstep="c must be the mean of the clients' c_i when a client uses it, and an older c is not",
     )
     return Algorithm(
         init=lambda params: ScaffoldState(params, jax.tree.map(jnp.zeros_like, params)),

@@ -69,6 +69,7 @@ def command(
 
 def _closing(console: Console, summary: dict[str, Any], folder: Path) -> None:
     from fedbraid.cli.sweep import show
+    from fedbraid.experiment.comparison import rows_by_model
     from fedbraid.experiment.trials import judged_by
     from fedbraid.units import format_bytes
 
@@ -79,10 +80,11 @@ def _closing(console: Console, summary: dict[str, Any], folder: Path) -> None:
     heads += ["worst tenth", "worst"]
     for i, head in enumerate(heads):
         table.add_column(head, justify="left" if i < 2 else "right")
-    scores = [row["score"] for row in summary["methods"] if row.get("score") is not None]
+    methods = rows_by_model(summary["methods"])
+    scores = [row["score"] for row in methods if row.get("score") is not None]
     best = judged_by(summary).best(scores) if scores else None
     edges = []
-    for row in summary["methods"]:
+    for row in methods:
         if row["best"] is None:
             table.add_row(row["label"], "every point diverged", str(row["cohort"]))
             continue

@@ -16,7 +16,18 @@ if TYPE_CHECKING:
 
 KINDS = ("algorithms", "datasets", "models", "partitions", "transforms")
 # arguments that a run provides: they are no options
-GIVEN = ("loss", "alg", "outputs", "data", "population", "params", "example_shapes", "num_classes")
+GIVEN = (
+    "loss",
+    "alg",
+    "outputs",
+    "features",
+    "num_features",
+    "data",
+    "population",
+    "params",
+    "example_shapes",
+    "num_classes",
+)
 ROWS = ("n", "labels", "coarse", "fine", "arrays")  # the same for partitions
 
 

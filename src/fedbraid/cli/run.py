@@ -21,7 +21,7 @@ from fedbraid.cli.groups import Output, with_groups
 from fedbraid.cli.notes import as_notes
 from fedbraid.cli.stopping import BY_CTRL_C, BY_SIGTERM, exit_status
 from fedbraid.metric import is_client_column
-from fedbraid.units import format_bytes
+from fedbraid.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from fedbraid.experiment.summary import RunSummary
@@ -277,11 +277,14 @@ class _Watch:
         self.last = (now.round, now.seconds)
         loss = next((v for k, v in now.row.items() if k.endswith("/loss")), None)
         news = [] if loss is None else [f"loss {loss:.3f}"]
-        if "test_accuracy" in now.row:
-            news.append(f"accuracy {now.row['test_accuracy']:.3f}")
+        shown = next((name for name in ("test_personal_accuracy", "test_accuracy") if name in now.row), None)
+        if shown is not None:
+            news.append(f"{shown.removeprefix('test_').replace('_', ' ')} {now.row[shown]:.3f}")
         if self.rate:
             news.append(f"{self.rate:.1f} rounds/s")
         news.append(format_bytes(self.bytes))
+        if "simulated_seconds" in now.row:
+            news.append(f"{format_seconds(now.row['simulated_seconds'])} simulated")
         if not self.stop:
             self.bar.update(self.task, completed=now.round, news="  ".join(news))
         return self.stop
@@ -294,12 +297,15 @@ def _closing(console: Console, summary: RunSummary) -> None:
         ("rounds", f"{summary.rounds} in {summary.seconds:.1f} s ({summary.rounds_per_second:.1f} per second)"),
         ("sent", f"{format_bytes(sent['down'])} down, {format_bytes(sent['up'])} up"),
     ]
-    if "test_accuracy" in final:
-        clients = {word: final[f"test_accuracy_client_{word}"] for word in ("mean", "worst_tenth", "worst")}
-        spread = "clients: mean {mean:.3f}, worst tenth {worst_tenth:.3f}, worst {worst:.3f}".format(**clients)
-        rows.append(("test accuracy", f"[bold]{final['test_accuracy']:.4f}[/]   ({spread})"))
+    if summary.simulated_seconds is not None:
+        rows.append(("simulated time", format_seconds(summary.simulated_seconds)))
+    spread = "clients: mean {mean:.3f}, worst tenth {worst_tenth:.3f}, worst {worst:.3f}, sd {deviation:.3f}"
+    accuracies = [name for name in ("test_personal_accuracy", "test_accuracy") if name in final]
+    for name in accuracies:
+        clients = {word: final[f"{name}_client_{word}"] for word in ("mean", "worst_tenth", "worst", "deviation")}
+        rows.append((name.replace("_", " "), f"[bold]{final[name]:.4f}[/]   ({spread.format(**clients)})"))
     for name, value in final.items():
-        if name.startswith("test_") and name != "test_accuracy" and not is_client_column(name):
+        if name.startswith("test_") and name not in accuracies and not is_client_column(name):
             rows.append((name.replace("_", " "), f"{value:.4f}"))
     best = summary.best
     if best and best["round"] != summary.rounds:

@@ -35,6 +35,8 @@ from fedbraid.models import build as build_model
 from fedbraid.names import Found, Names, options_of, unknown
 from fedbraid.notices import notice
 from fedbraid.simulation import arrival
+from fedbraid.simulation.timeline import Timing
+from fedbraid.simulation.timing import timing_of
 from fedbraid.version import __version__
 
 __all__ = ["Experiment", "assemble", "build", "find_parts", "from_elsewhere", "load_named"]
@@ -72,6 +74,12 @@ class Experiment:
     def metrics(self) -> Metrics:
         """The model's ``(params, batch) -> {name: (sums, weights)}``, on preprocessed batches, as declared."""
         return as_metrics(self.model.metrics)
+
+    @property
+    def timing(self) -> Timing | None:
+        """Simulated time and asynchronous steps; None if the configuration has neither."""
+        cohort, population = self.config.cohort, self.description.population
+        return timing_of(self.config.clock, self.config.asynchrony, population if cohort == "all" else cohort)
 
     @functools.cached_property
     def params(self) -> PyTree:
@@ -168,6 +176,9 @@ def assemble(config: Config, about: DataDescription | FederatedData) -> Experime
     context: dict[str, Callable[[], Any]] = {
         "loss": lambda: model.loss,
         "outputs": lambda: lambda params, batch: model.predict(params, batch["x"]),
+        "features": lambda: _features(config, model),
+        "num_classes": lambda: _num_classes(config, description),
+        "num_features": lambda: _num_features(config, model, description),
         "population": lambda: population,
         "params": lambda: model.init(address.init_key(config.seed)),
     }
@@ -179,6 +190,30 @@ def assemble(config: Config, about: DataDescription | FederatedData) -> Experime
     if config.attack.share:  # outermost: it replaces the whole upload of an honest client
         algorithm = transforms.attack(algorithm, factor=config.attack.factor)
     return Experiment(config, description, model, algorithm, _arrival(config), data)
+
+
+def _features(config: Config, model: Model) -> Callable[[PyTree, Mapping[str, Any]], Any]:
+    """``(params, batch) -> activations before the last layer``, for algorithms that compare representations."""
+    features = model.features
+    if features is None:
+        raise ConfigError(
+            f"algorithm {config.algorithm.name!r} compares the features of examples, but model {config.model.name!r} "
+            "does not say what they are: give it features=(params, x) -> activations, for example by "
+            "model._replace(features=...), or choose one of the library's models"
+        )
+    return lambda params, batch: features(params, batch["x"])
+
+
+def _num_classes(config: Config, description: DataDescription) -> int:
+    if description.classes is None:
+        raise ConfigError(f"algorithm {config.algorithm.name!r} is for data with classes; this data has none")
+    return description.classes
+
+
+def _num_features(config: Config, model: Model, description: DataDescription) -> int:
+    """The number of features of one example."""
+    params = jax.eval_shape(model.init, address.init_key(config.seed))
+    return jax.eval_shape(_features(config, model), params, dict(description.prepared)).size
 
 
 def _with_metrics(config: Config, model: Model, data: FederatedData | None) -> Model:

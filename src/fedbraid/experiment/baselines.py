@@ -168,6 +168,7 @@ def _plan(kind: Baseline, comparison: Comparison, data: FederatedData) -> _Plan:
         rounds, many = base.rounds, 1
         held, data = pool(held), pool(data)
     tree = base.model_dump() | {"transforms": (), "arrival": Arrival().model_dump(), "attack": Attack().model_dump()}
+    tree |= {"clock": {}, "asynchrony": {}}
     tree |= {"algorithm": {"name": "fedavg", **options, "client_lr": rates[0]}, "rounds": rounds, "cohort": many}
     config = parse(tree)
     experiment = assemble(config, data)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from fedbraid import algorithms, transforms
+from fedbraid.simulation.asynchrony import fedasync, fedbuff, semi_synchronous
 
 __all__ = ["Citation", "citation"]
 
 
+MODES = {"fedbuff": fedbuff, "fedasync": fedasync, "semi-synchronous": semi_synchronous}
 PAPER = re.compile(r"\.\s.*\b(19|20)\d\d\b", re.DOTALL)  # authors, a full stop, and a year
 
 
@@ -24,14 +27,19 @@ class Citation(NamedTuple):
 
 
 def citation(kind: str, name: str, folder: Path | None = None) -> Citation:
-    """The citation of an algorithm or a transform, from its docstrings; ``folder`` is searched for its module.
+    """The citation of an algorithm, a transform or an asynchrony, from its docstrings.
+
+    ``folder`` is searched for the module of an algorithm or a transform.
 
     >>> citation("algorithm", "scaffold").paper.split(".")[-3].strip()
     'ICML 2020'
     >>> citation("algorithm", "fedavg").paper.split(",")[0]
     'H. B. McMahan'
     """
-    factory = (algorithms.NAMES if kind == "algorithm" else transforms.NAMES).find(name, folder).thing
+    if kind == "asynchrony":
+        factory: Callable = MODES[name]
+    else:
+        factory = (algorithms.NAMES if kind == "algorithm" else transforms.NAMES).find(name, folder).thing
     module = inspect.getmodule(factory)
     about, *own = (inspect.getdoc(factory) or "").split("\n\n")
     shared = (inspect.getdoc(module) or "").split("\n\n")[1:] if module else []

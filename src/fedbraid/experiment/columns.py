@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedbraid.metric import MEAN, WORST, WORST_TENTH, Metric
+from fedbraid.metric import DEVIATION, GINI, MEAN, PERSONAL, WORST, WORST_TENTH, Metric
 
 __all__ = ["COLUMNS", "explain", "explain_metric"]
 
@@ -21,10 +21,13 @@ COLUMNS = {
     "clients a round": "The number of clients in each round (the cohort).",
     "models a client": "What a client sends and receives in a round, divided by the size of the model. FedAvg has 2.",
     "rounds to": "The first evaluated round in which the metric is at the target or better; mean over seeds.",
+    "simulated time": "Simulated time of the whole run, by the clock of its configuration; mean over seeds.",
+    "simulated time to": "Simulated time until the target is reached; mean over seeds.",
     "sent to": "Bytes sent, both ways, until the target is reached; mean over seeds.",
     "worst tenth of clients": "A tenth of the clients are worse than this value, each on its own test examples.",
     "median client": "Half of the clients are worse than this value, each on its own test examples.",
     "worst client": "The value of the worst client, on its own test examples.",
+    "deviation of clients": "The standard deviation over clients, each on its own test examples. Lower is fairer.",
     "sent in all": "Bytes that the server and all clients sent over the whole run, both ways; mean over seeds.",
     "diverged trials": "How many of the trials of the tuning diverged.",
     "data": "The data set.",
@@ -54,6 +57,8 @@ OVER_CLIENTS = {
     MEAN: "Mean over clients, each on its own test examples.",
     WORST_TENTH: "A tenth of the clients are worse than this value, each on its own test examples.",
     WORST: "The worst client, on its own test examples.",
+    DEVIATION: "Standard deviation over clients, each on its own test examples.",
+    GINI: "Gini coefficient over clients: 0 if all have the same value.",
 }
 
 
@@ -75,6 +80,9 @@ def explain_metric(column: str, metric: Metric) -> str:
     'accuracy: The worst client, on its own test examples. Higher is better.'
     """
     name = column.removeprefix("test_")
+    if name.startswith(PERSONAL):
+        about = explain_metric(name.removeprefix(PERSONAL), metric)
+        return f"Of the clients' own models, each on its own test examples. {about}"
     better = f"{metric.better.capitalize()} is better."
     for suffix, text in OVER_CLIENTS.items():
         if name.endswith(suffix):

@@ -34,9 +34,17 @@ from fedbraid.data.federated import FederatedData
 from fedbraid.experiment import runfolder
 from fedbraid.experiment.assembly import Experiment, assemble, load_named
 from fedbraid.experiment.baselines import BASELINES, run_baseline
-from fedbraid.experiment.comparison import COMPARE, Comparison, cohorts_of, folder_name, write_comparison
+from fedbraid.experiment.comparison import (
+    COMPARE,
+    Comparison,
+    cohorts_of,
+    folder_name,
+    own_models,
+    write_comparison,
+)
 from fedbraid.experiment.config import Config, ConfigError
 from fedbraid.experiment.drift import trace_drift
+from fedbraid.experiment.feasibility import check_experiment_timing
 from fedbraid.experiment.figures import draw_curves, save, series
 from fedbraid.experiment.judging import notice_unused
 from fedbraid.experiment.lab import Lab, hold_out_validation
@@ -45,13 +53,14 @@ from fedbraid.experiment.summary import summarize_run
 from fedbraid.experiment.sweep import check_folder
 from fedbraid.experiment.trials import Criterion, Trials, pick_metric
 from fedbraid.experiment.tuning import News, tune
-from fedbraid.metric import Metric, declared_by
+from fedbraid.metric import Metric, declared_by, global_column, is_personal_column, personal_column
 from fedbraid.notices import notice
 from fedbraid.sealed import Damaged, read_sealed, seal_json
+from fedbraid.simulation.history import SIMULATED
 from fedbraid.simulation.points import Points, PointsResult
 from fedbraid.version import __version__
 
-__all__ = ["run_comparison"]
+__all__ = ["Final", "measure_method", "run_comparison"]
 
 TRIALS, SUMMARY, PICTURE, DRIFT = "trials.parquet", "summary.json", "compare.png", "drift.json"
 BASELINE_ROWS = "baselines.json"
@@ -165,6 +174,8 @@ def _set_up(comparison: Comparison) -> _Setup:
     data = load_named(comparison.config(0))
     cohort = data.train.num_clients if base.cohort == "all" else base.cohort
     built = [assemble(comparison.config(i), data) for i in range(len(comparison.methods))]
+    for experiment in built:
+        check_experiment_timing(experiment)
     if data.test is None:
         raise ConfigError(f"the data {base.data.name!r} has no test split to compare on; set data.test_fraction")
     criteria = [_criterion(comparison, one, data) for one in built]  # all, so that each method is checked
@@ -181,7 +192,9 @@ def _criterion(comparison: Comparison, experiment: Experiment, data: FederatedDa
     settings = comparison.settings
     evaluated, logged = measured(experiment, data, PREFIX)
     declared = experiment.metrics.declared
-    metric = pick_metric(settings.metric, evaluated, logged, prefix=PREFIX, declared=declared, better=settings.better)
+    evaluated = [name for name in evaluated if not is_personal_column(name)]  # own models have rows of their own
+    wanted = None if settings.metric is None else global_column(settings.metric)
+    metric = pick_metric(wanted, evaluated, logged, prefix=PREFIX, declared=declared, better=settings.better)
     return Criterion(metric, settings.last, settings.target)
 
 
@@ -189,18 +202,44 @@ def _lab(
     comparison: Comparison, i: int, config: Config, data: FederatedData, held: tuple[FederatedData, str]
 ) -> Lab | None:
     tuning = comparison.tuning_of(i)
+    if tuning is not None and tuning.metric is not None:  # a method is tuned for the model that its clients use
+        evaluated, _ = measured(assemble(config, held[0]), held[0], "validation_")
+        own = any(map(is_personal_column, evaluated))
+        plain = global_column(tuning.metric)
+        logged = "/" in plain
+        tuning = tuning.model_copy(update={"metric": personal_column(plain) if own and not logged else plain})
     try:
         return None if tuning is None else Lab(config, tuning, data, held)
     except ValueError as error:
         raise ConfigError(f"method {comparison.methods[i].label!r}: {error}") from None
 
 
-def _method_row(
-    comparison: Comparison, setup: _Setup, i: int, tuned: Mapping[str, Any], folder: Path, tell: Callable | None
-) -> dict[str, Any]:
-    """Run and test method ``i`` with its tuned values; returns its row of the summary."""
+def measure_method(comparison: Comparison, i: int = 0) -> tuple[dict[str, Any], list[Final], Config | None]:
+    """Tune, run and test method ``i`` without a folder: nothing is written.
+
+    Returns the method's row of the summary, its runs, and its tuned configuration. If every point diverged, there are
+    no runs and no configuration.
+    """
+    setup = _set_up(comparison)
+    lab, seeds = setup.labs[i], range(comparison.base.seed, comparison.base.seed + comparison.settings.seeds)
+    tuned = UNTUNED if lab is None else tune(lab, Trials(None))
+    row = _tuned_row(comparison, setup, i, tuned)
+    if tuned["best"] is None:
+        return row, [], None
+    config = with_values(setup.configs[i], tuned["best"])
+    program = points_program(config, setup.data, (), points=1, seeds=seeds, test=setup.data.test)
+    finals = []
+    for seed in seeds:
+        outcome = program.run([{}], seed=seed, rounds=config.rounds)
+        clients = {name: column[0] for name, column in outcome.clients.items()}
+        finals.append(Final(seed, _table_of(outcome), clients, bool(outcome.diverged[0])))
+    return row | _statistics(finals, setup.criterion), finals, config
+
+
+def _tuned_row(comparison: Comparison, setup: _Setup, i: int, tuned: Mapping[str, Any]) -> dict[str, Any]:
+    """What the row of method ``i`` says before its runs."""
     method, lab, costs, config = comparison.methods[i], setup.labs[i], setup.costs[i], setup.configs[i]
-    row: dict[str, Any] = {
+    return {
         "label": method.label,
         "algorithm": method.name,
         "cohort": setup.data.train.num_clients if config.cohort == "all" else config.cohort,
@@ -211,12 +250,22 @@ def _method_row(
         "at_edge": tuned["at_edge"],
         "trials": tuned["trials"],
         "trials_diverged": tuned["diverged"],
-        "folder": folder.name,
     }
+
+
+def _method_row(
+    comparison: Comparison, setup: _Setup, i: int, tuned: Mapping[str, Any], folder: Path, tell: Callable | None
+) -> dict[str, Any]:
+    """Run and test method ``i`` with its tuned values; returns its row of the summary."""
+    row = _tuned_row(comparison, setup, i, tuned) | {"folder": folder.name}
     if tuned["best"] is None:
         return row
-    best = with_values(config, tuned["best"])
-    row |= _statistics(_finals(best, setup.data, comparison, folder, tell), setup.criterion)
+    best = with_values(setup.configs[i], tuned["best"])
+    finals, criterion = _finals(best, setup.data, comparison, folder, tell), setup.criterion
+    row |= _statistics(finals, criterion)
+    own = Metric(personal_column(criterion.metric.name), criterion.metric.better)
+    if all(own.name in final.table for final in finals):
+        row["personal"] = _statistics(finals, criterion._replace(metric=own))
     if comparison.settings.drift and read_drift(folder) is None:
         traced = trace_drift(best, setup.data, comparison.settings.drift)
         files.write_text(folder / DRIFT, seal_json(traced))
@@ -238,8 +287,9 @@ def _draw(out: Path, summary: Mapping[str, Any], metric: Metric) -> None:
     lines = []
     for row in summary["methods"]:
         tables = [runfolder.read_metrics(place) for place in sorted((out / row["folder"]).glob("seed-*"))]
-        if tables:
-            lines.append({"label": row["label"], **series(tables, metric.name, "rounds")})
+        for label, name in ((row["label"], metric.name), (own_models(row["label"]), personal_column(metric.name))):
+            if tables and all(name in table for table in tables):
+                lines.append({"label": label, **series(tables, name, "rounds")})
     if lines:
         title = f"{metric.name}: {summary['model']} on {summary['data']}, equal {summary['protocol']}"
         save(draw_curves(lines, metric, "rounds", title), out / PICTURE)
@@ -283,11 +333,7 @@ def _write_run(
     """Write the run folder of an outcome with one point."""
     place.mkdir(parents=True, exist_ok=True)
     runfolder.write_config(place, config)
-    history = {name: column[0] for name, column in outcome.history.items()}
-    at = outcome.evaluations["round"]
-    evaluations = {n: c if n == "round" else c[0] for n, c in outcome.evaluations.items()}
-    table = runfolder.columns(history, evaluations, outcome.rounds)
-    table["seconds"] = np.interp(table["round"], [0, *at], [0.0, *outcome.seconds])
+    table, evaluations = _table_of(outcome), _evaluations_of(outcome)
     runfolder.write_metrics(place, table)
     runfolder.write_clients(place, {name: column[0] for name, column in outcome.clients.items()}, data.test)
     summary = summarize_run(
@@ -304,9 +350,21 @@ def _write_run(
     runfolder.write_summary(place, summary)
 
 
+def _evaluations_of(outcome: PointsResult) -> dict[str, np.ndarray]:
+    return {n: c if n == "round" else c[0] for n, c in outcome.evaluations.items()}
+
+
+def _table_of(outcome: PointsResult) -> dict[str, np.ndarray]:
+    """The columns of an outcome with one point, one row per round."""
+    history = {name: column[0] for name, column in outcome.history.items()}
+    table = runfolder.columns(history, _evaluations_of(outcome), outcome.rounds)
+    table["seconds"] = np.interp(table["round"], [0, *outcome.evaluations["round"]], [0.0, *outcome.seconds])
+    return table
+
+
 def _statistics(finals: Sequence[Final], criterion: Criterion) -> dict[str, Any]:
     """The statistics of a method's runs, for its row."""
-    scores, rounds_to, bytes_to = [], [], []
+    scores, rounds_to, bytes_to, times_to = [], [], [], []
     for final in finals:
         seen = np.isfinite(final.table[criterion.metric.name])
         at, values = final.table["round"][seen], final.table[criterion.metric.name][seen]
@@ -315,6 +373,8 @@ def _statistics(finals: Sequence[Final], criterion: Criterion) -> dict[str, Any]
         rounds_to.append(reached)
         sent = final.table["bytes_down"] + final.table["bytes_up"]
         bytes_to.append(None if reached is None else float(sent[reached - 1]))
+        clock = final.table.get(SIMULATED)
+        times_to.append(None if reached is None or clock is None else float(clock[reached - 1]))
     sound = not any(final.diverged for final in finals)
     return {
         "diverged": sum(final.diverged for final in finals),
@@ -323,6 +383,7 @@ def _statistics(finals: Sequence[Final], criterion: Criterion) -> dict[str, Any]
         "scores": scores,
         "rounds_to_target": None if None in rounds_to else _mean(rounds_to),
         "bytes_to_target": None if None in bytes_to else _mean(bytes_to),
+        "simulated_seconds_to_target": None if None in times_to else _mean(times_to),
         "reached": sum(r is not None for r in rounds_to),
         "clients": _over_clients([final.clients.get(criterion.metric.name) for final in finals], criterion.metric),
         "seconds": _mean([final.table["seconds"][-1] for final in finals]),
@@ -341,4 +402,5 @@ def _over_clients(columns: Sequence[np.ndarray | None], metric: Metric) -> dict[
     sign, found = metric.sign, {}
     for name, q in (("worst", 0), ("worst_tenth", 10), ("median", 50), ("best_tenth", 90)):
         found[name] = _mean([sign * np.nanpercentile(sign * np.asarray(column, float), q) for column in columns])
+    found["deviation"] = _mean([np.nanstd(np.asarray(column, float)) for column in columns])
     return found

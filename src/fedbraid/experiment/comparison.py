@@ -25,8 +25,11 @@ __all__ = [
     "Method",
     "Protocol",
     "cohorts_of",
+    "global_model",
     "load_comparison",
+    "own_models",
     "reopen_comparison",
+    "rows_by_model",
     "write_comparison",
 ]
 
@@ -36,13 +39,21 @@ Protocol = Literal["rounds", "client-communication", "total-communication"]
 
 
 class Method(BaseModel):
-    """One entry of ``[[methods]]``: an algorithm with its options, and the grid it is tuned over."""
+    """One entry of ``[[methods]]``: an algorithm with its options, and the grid it is tuned over.
+
+    name: of the algorithm; other keys are its options.
+    label: what tables and pictures call it; default: its name.
+    over: the options that are tuned, each with its values.
+    transforms: those of this method; default: those of the configuration.
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str
     label: str = ""
     over: dict[str, Any] = {}
     transforms: list[dict[str, Any]] | None = None
+    asynchrony: dict[str, Any] | None = None  # this method's section of that name
+    rounds: Annotated[int, Field(ge=1)] | None = None  # of this method, such as the server steps of FedBuff
 
     @property
     def options(self) -> dict[str, Any]:
@@ -50,17 +61,27 @@ class Method(BaseModel):
 
 
 class CompareSettings(BaseModel):
-    """The ``[compare]`` section."""
+    """How methods are compared: the ``[compare]`` section.
+
+    seeds [seeds]: number of runs of each method.
+    protocol: what is equal for all methods: "rounds", or the bytes of a round, sent by clients or both ways.
+    metric: what methods are compared by; default: the accuracy if there is one, else the loss.
+    better: the direction of the metric; default: as the metric declares.
+    last [rounds]: number of last rounds that a result averages over.
+    target [that of the metric]: if given, the table has the rounds and bytes to this value.
+    drift [rounds]: whose local steps are recorded; 0: none.
+    baselines: rows beside the methods, of clients alone and of pooled data.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     seeds: Annotated[int, Field(ge=1)] = 3
     protocol: Protocol = "rounds"
     metric: str | None = None
-    better: Better | None = None  # direction of the metric; default: as the metric declares
+    better: Better | None = None
     last: Annotated[int, Field(ge=1)] = 100
     target: float | None = None
-    drift: Annotated[int, Field(ge=0)] = 2  # rounds whose local steps are recorded; 0: none
-    baselines: tuple[Literal["local", "pooled"], ...] = ("local", "pooled")  # rows beside the methods; see `baselines`
+    drift: Annotated[int, Field(ge=0)] = 2
+    baselines: tuple[Literal["local", "pooled"], ...] = ("local", "pooled")
 
 
 class Comparison(NamedTuple):
@@ -79,6 +100,10 @@ class Comparison(NamedTuple):
         tree["algorithm"] = {"name": method.name, **common, **method.options}
         if method.transforms is not None:
             tree["transforms"] = method.transforms
+        if method.asynchrony is not None:
+            tree["asynchrony"] = method.asynchrony
+        if method.rounds is not None:
+            tree["rounds"] = method.rounds
         if cohort is not None:
             tree["cohort"] = cohort
         try:
@@ -167,6 +192,32 @@ def folder_name(label: str) -> str:
     'fedavg-2-epochs'
     """
     return re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-") or "method"
+
+
+def own_models(label: str) -> str:
+    """The label of a row about the clients' own models."""
+    return f"{label} (personal)"
+
+
+def global_model(label: str) -> str:
+    """The label of a row about the global model of a method whose clients have own models."""
+    return f"{label} (global)"
+
+
+def rows_by_model(methods: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of a comparison's table: two for a method whose clients have own models, one for every other.
+
+    >>> [row["label"] for row in rows_by_model([{"label": "fedper", "personal": {"score": 0.9}}, {"label": "fedavg"}])]
+    ['fedper (personal)', 'fedper (global)', 'fedavg']
+    """
+    rows: list[dict[str, Any]] = []
+    for row in methods:
+        own = row.get("personal")
+        if own is None:
+            rows.append(dict(row))
+        else:
+            rows += [{**row, **own, "label": own_models(row["label"])}, {**row, "label": global_model(row["label"])}]
+    return rows
 
 
 def cohorts_of(protocol: Protocol, cohort: int, costs: Sequence[Cost]) -> list[int]:

@@ -17,6 +17,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedbraid.names import is_reference, options_of, unknown
+from fedbraid.simulation.asynchrony import Asynchrony
+from fedbraid.simulation.clock import Clock
 from fedbraid.simulation.options import EngineOptions
 
 __all__ = [
@@ -64,7 +66,15 @@ class Named(BaseModel):
 
 
 class Arrival(_Section):
-    """Which uploads arrive. ``drop``: share that is lost at random. ``deadline``: uploads after it are lost."""
+    """Which uploads arrive, in a simulation.
+
+    drop [share]: uploads that are lost, at random.
+    deadline [seconds]: uploads that take longer are lost; none: the server waits for all. The time of a client is its
+        latency plus that of its local steps.
+    seconds_per_step [seconds]: of a client, for one local step.
+    latency_median [seconds]: the median of the clients' latencies, which are log-normal.
+    latency_sigma [standard deviation of the logarithm]: how much the latencies differ.
+    """
 
     drop: Annotated[float, Field(ge=0, lt=1)] = 0.0
     deadline: Annotated[float, Field(gt=0)] | None = None
@@ -77,6 +87,10 @@ class Attack(_Section):
     """Byzantine clients in a simulation: a ``share`` of all send ``factor`` times their upload; -1 flips its sign.
 
     They are drawn with a separate seed, so they are the same for every seed of a comparison.
+
+    share [share]: clients that attack.
+    factor [times the upload]: what an attacker sends; -1 flips the sign of the upload.
+    seed [number]: which clients attack.
     """
 
     share: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -85,14 +99,22 @@ class Attack(_Section):
 
 
 class Evaluation(_Section):
-    """Evaluation on the test split. ``metrics``: further metrics, "f1" or "auc" for classes, "r2" for values."""
+    """Evaluation on the test split.
+
+    every [rounds]: from one evaluation to the next; the last round is always evaluated.
+    metrics: further metrics, "f1" or "auc" for classes, "r2" for values.
+    """
 
     every: Annotated[int, Field(ge=1)] = 10
     metrics: tuple[Literal["f1", "auc", "r2"], ...] = ()
 
 
 class Checkpoint(_Section):
-    """``best``: also keep the parameters of the best evaluation, by the metric of [stop]."""
+    """What a run saves, so that it can be continued.
+
+    every [rounds]: from one checkpoint to the next.
+    best: also keep the parameters of the best evaluation, by the metric of [stop].
+    """
 
     every: Annotated[int, Field(ge=1)] = 50
     best: bool = True
@@ -101,9 +123,11 @@ class Checkpoint(_Section):
 class Stop(_Section):
     """When a run ends before its last round, by an evaluated metric (default: the accuracy, else the loss).
 
-    target: end when the metric reaches this value and keeps it: an evaluation is at the target or better, and so is the
-        mean of that evaluation and the ``keep - 1`` evaluations after it.
-    patience: end when the best value is this many evaluations old.
+    metric: the column of the evaluations, such as "test_accuracy".
+    target [that of the metric]: end when the metric reaches this value and keeps it: an evaluation is at the target or
+        better, and so is the mean of that evaluation and the ``keep - 1`` evaluations after it.
+    keep [evaluations]: over which the target must be kept.
+    patience [evaluations]: end when the best value is this many evaluations old.
     """
 
     metric: str | None = None
@@ -113,7 +137,10 @@ class Stop(_Section):
 
 
 class Track(_Section):
-    """Where the numbers of a run are sent while it runs: tensorboard:FOLDER, mlflow:URI or wandb:PROJECT."""
+    """Where the numbers of a run are sent while it runs.
+
+    to: any of tensorboard:FOLDER, mlflow:URI and wandb:PROJECT.
+    """
 
     to: tuple[str, ...] = ()
 
@@ -121,6 +148,13 @@ class Track(_Section):
 class Config(_Section):
     """One run.
 
+    seed [number]: all random numbers of the run follow from it.
+    rounds [rounds]: how long the run trains.
+    cohort [clients]: how many take part in a round; "all": every client in every round.
+    data: the data set and how it is divided; other keys are options of the data set and of its partition.
+    model: the model; other keys are its options.
+    algorithm: the method; other keys are its options.
+    transforms: changes of the method, the first one innermost; other keys of an entry are its options.
     modules: the folder in which modules of names of the form ``module:attribute`` are searched, besides the installed
         ones. It is the folder of the configuration file, and is set only if the file has such a name.
     """
@@ -133,6 +167,8 @@ class Config(_Section):
     algorithm: Named = Named(name="fedavg")
     transforms: tuple[Named, ...] = ()
     arrival: Arrival = Arrival()
+    clock: Clock = Clock()
+    asynchrony: Asynchrony = Asynchrony()
     attack: Attack = Attack()
     evaluation: Evaluation = Evaluation()
     engine: EngineOptions = EngineOptions()

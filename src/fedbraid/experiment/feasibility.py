@@ -7,17 +7,20 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from fedbraid.costs import nbytes
+from fedbraid.costs import cost, nbytes
 from fedbraid.experiment.config import ConfigError
 from fedbraid.local import LocalWork
 from fedbraid.notices import notice
 from fedbraid.simulation.devices import total_memory
+from fedbraid.simulation.program import Task
+from fedbraid.simulation.timeline import Timeline
+from fedbraid.simulation.timing import check_timing
 from fedbraid.units import format_bytes
 
 if TYPE_CHECKING:
     from fedbraid.experiment.assembly import Experiment
 
-__all__ = ["check_feasible"]
+__all__ = ["check_experiment_timing", "check_feasible"]
 
 FEW = 1e-3  # a share of uploads
 DRAWS = 20_000
@@ -27,6 +30,19 @@ def check_feasible(experiment: Experiment) -> None:
     """Refuse a run that cannot fit in memory, with the arithmetic; say it if a deadline loses almost every upload."""
     _check_memory(experiment)
     _check_deadline(experiment)
+    check_experiment_timing(experiment)
+
+
+def check_experiment_timing(experiment: Experiment) -> None:
+    """Refuse an algorithm or an arrival model that does not fit [clock] and [asynchrony]."""
+    task = Task(experiment.algorithm, experiment.data, experiment.arrival, experiment.timing)
+    try:
+        check_timing(task, experiment.shapes)
+        if task.timing is not None:  # refuses a trace that cannot be read
+            traffic = cost(experiment.algorithm, experiment.shapes, experiment.data)
+            Timeline(task.timing, 0, task.algorithm.exchanges, experiment.data.train, traffic)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _check_memory(experiment: Experiment) -> None:

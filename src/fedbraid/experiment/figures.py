@@ -9,10 +9,18 @@ from typing import Any
 import numpy as np
 
 from fedbraid import files
-from fedbraid.drawing import BLUE, COLOURS, GREY, ORANGE, style, tidy
+from fedbraid.drawing import BLUE, COLOURS, GREEN, GREY, ORANGE, style, tidy
 from fedbraid.metric import Metric
+from fedbraid.simulation.history import SIMULATED
 
 __all__ = ["draw_clients", "draw_curves", "draw_drift", "draw_run", "save", "series"]
+
+X_LABELS = {
+    "rounds": "round",
+    "bytes": "bytes sent, both ways",
+    "seconds": "seconds",
+    "simulated": "simulated time (seconds)",
+}
 
 
 def save(figure: Any, path: Path, *, pdf: bool = False) -> list[Path]:
@@ -28,7 +36,10 @@ def save(figure: Any, path: Path, *, pdf: bool = False) -> list[Path]:
 
 
 def draw_run(table: Mapping[str, np.ndarray], title: str) -> Any:
-    """One run against rounds: the loss, and if there is one the accuracy, pooled and of the worst tenth of clients."""
+    """One run against rounds: the loss, and if there is one the accuracy, pooled and of the worst tenth of clients.
+
+    If the clients have own models, these have lines of their own.
+    """
     from matplotlib.figure import Figure
 
     accuracy = "test_accuracy" in table
@@ -38,7 +49,10 @@ def draw_run(table: Mapping[str, np.ndarray], title: str) -> Any:
     if trained:
         axes[0].plot(table["round"], table[trained], color=GREY, lw=1, alpha=0.6, label="training batches")
     if "test_loss" in table:
-        axes[0].plot(*_evaluated(table, "test_loss"), color=BLUE, lw=2, label="test")
+        own = "test_personal_loss" in table
+        axes[0].plot(*_evaluated(table, "test_loss"), color=BLUE, lw=2, label="test, global model" if own else "test")
+        if own:
+            axes[0].plot(*_evaluated(table, "test_personal_loss"), color=GREEN, lw=2, label="test, personal models")
     axes[0].set_ylabel("loss")
     positive = [v for v in (table.get(trained or ""), table.get("test_loss")) if v is not None]
     if positive and all(np.nanmin(v) > 0 for v in positive if np.isfinite(v).any()):
@@ -56,10 +70,15 @@ def draw_run(table: Mapping[str, np.ndarray], title: str) -> Any:
 
 def _draw_accuracy(axis: Any, table: Mapping[str, np.ndarray]) -> None:
     rounds, pooled = _evaluated(table, "test_accuracy")
-    axis.plot(rounds, pooled, color=BLUE, lw=2, label="test, all examples")
-    if "test_accuracy_client_worst_tenth" in table:
-        tenth = _evaluated(table, "test_accuracy_client_worst_tenth")
-        axis.plot(*tenth, color=ORANGE, lw=1.5, ls="--", label="a tenth of the clients are below")
+    own = "test_personal_accuracy" in table
+    axis.plot(rounds, pooled, color=BLUE, lw=2, label="test, global model" if own else "test, all examples")
+    if own:
+        rounds, pooled = _evaluated(table, "test_personal_accuracy")
+        axis.plot(rounds, pooled, color=GREEN, lw=2, label="test, personal models")
+    worst = f"test_{'personal_' if own else ''}accuracy_client_worst_tenth"
+    if worst in table:
+        about = "personal models: a tenth are below" if own else "a tenth of the clients are below"
+        axis.plot(*_evaluated(table, worst), color=ORANGE, lw=1.5, ls="--", label=about)
     axis.set_ylabel("accuracy")
     axis.set_ylim(0, 1.02)
     if len(pooled):
@@ -76,13 +95,13 @@ def _evaluated(table: Mapping[str, np.ndarray], name: str) -> tuple[np.ndarray, 
 def series(tables: Sequence[Mapping[str, np.ndarray]], metric: str, against: str) -> dict[str, Any]:
     """A metric of runs that differ only in their seed: x, and its mean, smallest and largest value over the runs.
 
-    ``against`` is "rounds", "bytes" (sent so far, both ways) or "seconds". x is the mean over the runs, up to the end
-    of the shortest run. Rounds that were not evaluated are left out.
+    ``against`` is "rounds", "bytes" (sent so far, both ways), "seconds" or "simulated" (seconds of simulated time). x
+    is the mean over the runs, up to the end of the shortest run. Rounds that were not evaluated are left out.
     """
     found = []
     for table in tables:
         seen = np.isfinite(table[metric])
-        sent = {"rounds": "round", "seconds": "seconds"}.get(against)
+        sent = {"rounds": "round", "seconds": "seconds", "simulated": SIMULATED}.get(against)
         x = table["bytes_down"] + table["bytes_up"] if sent is None else table[sent]
         found.append((np.asarray(x, float)[seen], np.asarray(table[metric], float)[seen]))
     length = min(len(x) for x, _ in found)
@@ -108,7 +127,7 @@ def draw_curves(series: Sequence[Mapping[str, Any]], metric: Metric, against: st
         if np.any(np.asarray(one["high"]) > np.asarray(one["low"])):
             axis.fill_between(one["x"], one["low"], one["high"], color=COLOURS[i % len(COLOURS)], alpha=0.15, lw=0)
         lowest = min(lowest, np.nanmin(one["low"])) if len(one["low"]) else lowest
-    axis.set_xlabel({"rounds": "round", "bytes": "bytes sent, both ways", "seconds": "seconds"}[against])
+    axis.set_xlabel(X_LABELS[against])
     if against == "bytes":
         axis.xaxis.set_major_formatter(EngFormatter("B"))
     axis.set_ylabel(metric.name)
@@ -117,7 +136,8 @@ def draw_curves(series: Sequence[Mapping[str, Any]], metric: Metric, against: st
     tidy(axis)
     if len(series) > 1:
         axis.legend(frameon=False, fontsize=8)
-    figure.suptitle(title or f"{metric.name} against {against}", x=0.01, ha="left", fontsize=11)
+    what = "simulated time" if against == "simulated" else against
+    figure.suptitle(title or f"{metric.name} against {what}", x=0.01, ha="left", fontsize=11)
     return figure
 
 

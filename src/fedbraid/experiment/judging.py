@@ -12,10 +12,11 @@ from fedbraid.experiment.assembly import Experiment
 from fedbraid.experiment.config import Config, ConfigError, Stop
 from fedbraid.experiment.params import BEST, write_params
 from fedbraid.experiment.trials import pick_metric
-from fedbraid.metric import CLIENT_SUFFIXES, Metric
+from fedbraid.metric import CLIENT_SUFFIXES, Metric, personal_column
 from fedbraid.notices import notice
 from fedbraid.simulation import hosts
 from fedbraid.simulation.evaluate import metrics_of
+from fedbraid.simulation.personal import has_own_models
 
 __all__ = ["best_evaluation", "judge_of", "metric_of", "notice_unused", "why_stopped"]
 
@@ -28,7 +29,7 @@ def notice_unused(config: Config, what: str) -> None:
 
 
 def metric_of(experiment: Experiment) -> Metric | None:
-    """The metric by which a run is judged; None if nothing is evaluated."""
+    """The metric by which a run is judged: by default of the model that clients use; None if nothing is evaluated."""
     stop = experiment.config.stop
     if experiment.data.test is None:
         for key in ("target", "patience", "metric"):
@@ -37,6 +38,8 @@ def metric_of(experiment: Experiment) -> Metric | None:
         return None
     found = metrics_of(experiment.metrics, experiment.shapes, experiment.data.test)
     evaluated = [f"test_{metric.name}" for metric in found]
+    if has_own_models(experiment.algorithm, experiment.data, experiment.data.test):
+        evaluated += map(personal_column, evaluated[:])
     evaluated += [name + suffix for name in evaluated for suffix in CLIENT_SUFFIXES]
     try:
         return pick_metric(stop.metric, evaluated, (), prefix="test_", declared=experiment.metrics.declared)

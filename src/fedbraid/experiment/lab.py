@@ -40,22 +40,38 @@ FIXED = {
 
 
 class SweepSettings(BaseModel):
-    """How points are found and judged: the ``[sweep]`` section."""
+    """How points are found and judged: the ``[sweep]`` section.
+
+    over: the keys that are tried, each with its values, such as "logspace(-2, 0, 5)" or a list.
+    search: "grid" tries all combinations, "random" draws points, "adaptive" lets optuna choose the next ones.
+    trials [points]: of a random or adaptive search; default: 32.
+    batch [points]: that an adaptive search asks for at a time.
+    halving [points]: eta of successive halving; each rung keeps one point in eta. None: all points run to the end.
+    seeds [seeds]: number of tuning seeds per point.
+    seed [number]: the first of the tuning seeds.
+    validation [share]: of every client's training examples, held out for the scores; default: the data's own validation
+        split, or 0.2.
+    metric: what points are judged by; default: the accuracy if there is one, else the loss.
+    better: the direction of the metric; default: as the metric declares.
+    last [rounds]: number of last rounds that the score averages over.
+    target [that of the metric]: if given, the score is the number of rounds to this value of the metric.
+    at_once [points]: most points in one program; default: limited by memory.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     over: dict[str, Any] = {}
     search: Literal["grid", "random", "adaptive"] = "grid"
-    trials: Annotated[int, Field(ge=1)] | None = None  # points of a random or adaptive search
-    batch: Annotated[int, Field(ge=1)] = 8  # points that an adaptive search asks for at a time
-    halving: Annotated[int, Field(ge=2)] | None = None  # eta: each rung keeps one point in eta
+    trials: Annotated[int, Field(ge=1)] | None = None
+    batch: Annotated[int, Field(ge=1)] = 8
+    halving: Annotated[int, Field(ge=2)] | None = None
     seeds: Annotated[int, Field(ge=1)] = 1
-    seed: Annotated[int, Field(ge=0)] = 1000  # the first of the tuning seeds
-    validation: Annotated[float, Field(gt=0, lt=1)] | None = None  # default: the data's own split, or 0.2
-    metric: str | None = None  # default: accuracy if there is one, else loss
-    better: Better | None = None  # direction of the metric; default: as the metric declares
-    last: Annotated[int, Field(ge=1)] = 100  # number of last rounds that the score averages over
-    target: float | None = None  # if given, the score is the number of rounds to this value of the metric
-    at_once: Annotated[int, Field(ge=1)] | None = None  # most points in one program; default: limited by memory
+    seed: Annotated[int, Field(ge=0)] = 1000
+    validation: Annotated[float, Field(gt=0, lt=1)] | None = None
+    metric: str | None = None
+    better: Better | None = None
+    last: Annotated[int, Field(ge=1)] = 100
+    target: float | None = None
+    at_once: Annotated[int, Field(ge=1)] | None = None
 
     @property
     def space(self) -> dict[str, search.Choice | search.Range]:

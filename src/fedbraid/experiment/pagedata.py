@@ -11,11 +11,13 @@ from fedbraid.experiment.collect import Collection, ReportedRun
 from fedbraid.experiment.figures import series
 from fedbraid.experiment.tuningplot import tuning_plot
 from fedbraid.metric import is_client_column
+from fedbraid.simulation.history import SIMULATED
 
 __all__ = ["AXES", "clients_of", "columns_of", "curves_of", "drifts_of", "page_data"]
 
 MOST_POINTS = 400  # of a curve on the page
-AXES = ("rounds", "bytes", "seconds")
+AXES = ("rounds", "bytes", "seconds", "simulated")
+COLUMN = {"seconds": "seconds", "simulated": SIMULATED}  # columns of axes that some runs do not have
 
 
 def page_data(found: Collection) -> dict[str, Any]:
@@ -80,7 +82,8 @@ def curves_of(runs: Sequence[ReportedRun], metric: str) -> dict[str, Any]:
     axes = {}
     for against in AXES:
         tables = [run.table for run in runs]
-        if against == "seconds" and not all("seconds" in t and np.isfinite(t["seconds"]).all() for t in tables):
+        column = COLUMN.get(against)
+        if column is not None and not all(column in t and np.isfinite(t[column]).all() for t in tables):
             continue
         if not all(np.isfinite(t[metric]).any() for t in tables):
             continue

@@ -18,7 +18,9 @@ from fedbraid.costs import data_shapes
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.experiment.assembly import Experiment, assemble
 from fedbraid.experiment.config import Config, ConfigError, parse
+from fedbraid.metric import PERSONAL
 from fedbraid.simulation.loop import Schedule
+from fedbraid.simulation.personal import has_own_models
 from fedbraid.simulation.points import Points, PointsError, PointTask, Study
 from fedbraid.simulation.program import Task
 
@@ -132,6 +134,8 @@ def measured(experiment: Experiment, data: FederatedData, prefix: str) -> tuple[
     >>> experiment = build(Config())
     >>> measured(experiment, experiment.data, "test_")
     (['test_accuracy', 'test_loss'], ['train/loss'])
+
+    Columns of the clients' own models, such as ``test_personal_accuracy``, are among them if the method has any.
     """
     alg, params, clients = experiment.algorithm, experiment.params, data_shapes(data)
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -141,7 +145,11 @@ def measured(experiment: Experiment, data: FederatedData, prefix: str) -> tuple[
         report = jax.eval_shape(exchange.client, jax.eval_shape(exchange.send, server), state, clients, key)
         logged += [f"{exchange.name}/{name}" for name in report.metrics]
     batch = jax.eval_shape(lambda data: data.rows(jnp.zeros(1, jnp.int32), jnp.ones(1, bool)), clients)
-    return [prefix + name for name in jax.eval_shape(experiment.metrics, params, batch)], logged
+    names = list(jax.eval_shape(experiment.metrics, params, batch))
+    split = data.validation if prefix == "validation_" else data.test
+    if has_own_models(alg, data, split):
+        names += [PERSONAL + name for name in names]
+    return [prefix + name for name in names], logged
 
 
 def points_program(
@@ -170,7 +178,7 @@ def points_program(
         algorithm = experiment.algorithm
         if swap is not None:
             algorithm = swap(experiment.loss, experiment.config.algorithm.options)
-        task = Task(algorithm, data, experiment.arrival)
+        task = Task(algorithm, data, experiment.arrival, experiment.timing)
         return PointTask(task, experiment.metrics, lambda seed: experiment.model.init(address.init_key(seed)))
 
     cohort = data.train.num_clients if config.cohort == "all" else config.cohort

@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,14 +21,15 @@ from fedbraid import files
 from fedbraid.experiment.citations import citation
 from fedbraid.experiment.collect import Collection, ReportedRun
 from fedbraid.experiment.columns import explain, explain_metric
+from fedbraid.experiment.comparison import global_model, own_models, rows_by_model
 from fedbraid.experiment.config import ConfigError, dump
 from fedbraid.experiment.differences import config_difference
 from fedbraid.experiment.figures import draw_clients, draw_curves, draw_drift, save
 from fedbraid.experiment.pagedata import AXES, clients_of, columns_of, curves_of, drifts_of, page_data
 from fedbraid.experiment.trials import judged_by
 from fedbraid.experiment.tuningplot import draw_tuning
-from fedbraid.metric import MEAN, Metric, is_client_column
-from fedbraid.units import format_bytes
+from fedbraid.metric import GINI, MEAN, Metric, global_column, is_client_column, is_personal_column
+from fedbraid.units import format_bytes, format_seconds
 from fedbraid.version import __version__
 
 __all__ = ["write_report"]
@@ -154,6 +155,10 @@ def _amount(count: float | None) -> Cell:
     return Cell("–") if count is None else Cell(format_bytes(count), count)
 
 
+def _duration(seconds: float | None) -> Cell:
+    return Cell("–") if seconds is None else Cell(format_seconds(seconds), seconds)
+
+
 def _spread(values: Sequence[float]) -> Cell:
     mean = f"{np.mean(values):.4f}"
     text = mean if len(values) < 2 else f"{mean} ± {np.std(values, ddof=1):.4f}"
@@ -183,14 +188,14 @@ def _tunings_table(found: Collection) -> str:
 
 
 def _runs_table(found: Collection) -> str:
-    names = [n for n in columns_of(found) if n.startswith("test_")]
-    of_clients = [n for n in names if is_client_column(n) and not n.endswith(MEAN)]
+    names = [n for n in columns_of(found) if n.startswith("test_") and not is_personal_column(n)]
+    of_clients = [n for n in names if is_client_column(n) and not n.endswith((MEAN, GINI))]
     # those of the accuracy are enough: those of the loss are similar
-    of_clients = [n for n in of_clients if not found.metric(n).lower_is_better] or of_clients
+    of_clients = [n for n in of_clients if "accuracy" in n] or of_clients
     shown = [n for n in names if not is_client_column(n)] + of_clients
     rows, means = [], []
-    for label, own in found.groups.items():
-        finals = [run.summary.final for run in own]
+    timed = any(run.summary.simulated_seconds is not None for run in found.runs)
+    for label, own, finals in _rows_of_models(found):
         scores = [[f[n] for f in finals] if all(n in f for f in finals) else None for n in shown]
         means.append([None if one is None else float(np.mean(one)) for one in scores])
         sent = float(np.mean([sum(run.summary.bytes.values()) for run in own]))
@@ -198,10 +203,25 @@ def _runs_table(found: Collection) -> str:
         cells = ["–" if one is None else _spread(one) for one in scores]
         took = Cell(f"{seconds:.1f} s", float(seconds))
         rows.append([label, own[0].config.algorithm.name, len(own), *cells, _amount(sent), took])
+        if timed:
+            clocks = [clock for run in own if (clock := run.summary.simulated_seconds) is not None]
+            rows[-1].append(_duration(float(np.mean(clocks)) if len(clocks) == len(own) else None))
     best = {3 + j: _best_rows([row[j] for row in means], found.metric(name)) for j, name in enumerate(shown)}
     names = [n.removeprefix("test_").replace("_", " ") for n in shown]
     about = {head: explain_metric(n, found.metric(n)) for head, n in zip(names, shown, strict=True)}
-    return _table(["run", "algorithm", "seeds", *names, "sent", "time"], rows, best, about=about)
+    heads = ["run", "algorithm", "seeds", *names, "sent", "time", *(["simulated time"] if timed else [])]
+    return _table(heads, rows, best, about=about)
+
+
+def _rows_of_models(found: Collection) -> Iterator[tuple[str, Sequence[ReportedRun], Sequence[Mapping[str, float]]]]:
+    """Label, runs and last scores of every row: of the clients' own models, if there are any, and of the global one."""
+    for label, own in found.groups.items():
+        finals = [run.summary.final for run in own]
+        if all(any(map(is_personal_column, final)) for final in finals):
+            personal = [{global_column(n): v for n, v in f.items() if is_personal_column(n)} for f in finals]
+            yield own_models(label), own, personal
+            label = global_model(label)
+        yield label, own, finals
 
 
 def _setup(found: Collection) -> str:
@@ -245,17 +265,22 @@ def _comparison_table(summary: Mapping[str, Any]) -> str:
     metric, target = str(summary["metric"]).removeprefix("test_"), summary["target"]
     heads = ["method", f"{metric}, last rounds", "tuned to", "clients a round", "models a client"]
     heads += [f"rounds to {target:g}", f"sent to {target:g}"] if target is not None else []
-    heads += ["worst tenth of clients", "median client", "worst client", "sent in all", "diverged trials"]
-    rows = [_method_cells(row, summary) for row in summary["methods"]]
+    heads += [f"simulated time to {target:g}"] if _has_clock(summary) else []
+    heads += ["worst tenth of clients", "median client", "worst client", "deviation of clients"]
+    heads += ["sent in all", "diverged trials"]
+    methods = rows_by_model(summary["methods"])
+    rows = [_method_cells(row, summary) for row in methods]
     best = {}
     if summary["metric"] is not None:
         judged = judged_by(summary)
-        best[1] = _best_rows([row.get("score") for row in summary["methods"]], judged)
+        best[1] = _best_rows([row.get("score") for row in methods], judged)
     seeds = ", ".join(map(str, summary["seeds"]))
     about = (
         f"{summary['criterion']}; mean ± deviation over seeds {seeds}. Equal {summary['protocol'].replace('-', ' ')}. "
         "A tenth of the clients are worse than the value of the worst tenth."
     )
+    if len(methods) > len(summary["methods"]):
+        about += " Rows 'personal' have the model that each client uses, the other rows the global model."
     if summary["tuned_on"]:
         about += f" Tuned on {summary['tuned_on']}, without the test set."
     baselines = summary.get("baselines", ())
@@ -264,6 +289,12 @@ def _comparison_table(summary: Mapping[str, Any]) -> str:
     apart = [_baseline_cells(row, summary) for row in baselines]
     table = _table(heads, rows, best, about=texts, apart=apart)
     return table + "".join(f'<p class="note">{html.escape(note)}</p>' for note in notes)
+
+
+def _has_clock(summary: Mapping[str, Any]) -> bool:
+    """Whether a comparison with a target ran in simulated time."""
+    timed = any(row.get("simulated_seconds_to_target") is not None for row in summary["methods"])
+    return timed and summary["target"] is not None
 
 
 def _baseline_note(row: Mapping[str, Any]) -> str:
@@ -276,6 +307,7 @@ def _baseline_cells(row: Mapping[str, Any], summary: Mapping[str, Any]) -> list[
     """A baseline's row of the table of a comparison: it sends nothing, and has no clients a round."""
     cells = [row["label"], _score(row), _tuned_to(row), "–", "0"]
     cells += ["–", "–"] if summary["target"] is not None else []
+    cells += ["–"] if _has_clock(summary) else []
     return [*cells, *_of_clients(row), _amount(0), f"{row['trials_diverged']} of {row['trials']}"]
 
 
@@ -287,6 +319,8 @@ def _method_cells(row: Mapping[str, Any], summary: Mapping[str, Any]) -> list[An
         rounds = row.get("rounds_to_target")
         never = f"{row.get('reached', 0)} of {len(summary['seeds'])} seeds"
         cells += [never if rounds is None else Cell(f"{rounds:.0f}", rounds), _amount(row.get("bytes_to_target"))]
+    if _has_clock(summary):
+        cells.append(_duration(row.get("simulated_seconds_to_target")))
     return [*cells, *_of_clients(row), _amount(row.get("bytes")), f"{row['trials_diverged']} of {row['trials']}"]
 
 
@@ -309,8 +343,9 @@ def _tuned_to(row: Mapping[str, Any]) -> str:
 def _of_clients(row: Mapping[str, Any]) -> list[str]:
     clients = row.get("clients") or {}
     cells = []
-    for name, before in (("worst_tenth", "p10"), ("median", "p50"), ("worst", "worst")):  # `before`: older versions
-        value = clients.get(name, clients.get(before))
+    older = {"worst_tenth": "p10", "median": "p50"}  # names of older versions
+    for name in ("worst_tenth", "median", "worst", "deviation"):
+        value = clients.get(name, clients.get(older.get(name, name)))
         cells.append("–" if value is None else f"{value:.3f}")
     return cells
 
@@ -334,6 +369,8 @@ def _methods(found: Collection) -> str:
         named[("algorithm", run.config.algorithm.name)] = folder
         for transform in run.config.transforms:
             named[("transform", transform.name)] = folder
+        if run.config.asynchrony.name != "none":
+            named[("asynchrony", run.config.asynchrony.name)] = None
     items = []
     for (kind, name), folder in named.items():
         try:

@@ -19,9 +19,10 @@ from fedbraid.experiment.judging import best_evaluation, judge_of, metric_of, wh
 from fedbraid.experiment.params import PARAMS, params_sha256, write_params
 from fedbraid.experiment.summary import RunSummary, summarize_run
 from fedbraid.experiment.track import check_sinks, tracking
-from fedbraid.metric import Metric
+from fedbraid.metric import Metric, personal_column
 from fedbraid.simulation import Checkpoints, Progress, Result, hosts, simulate
 from fedbraid.simulation.evaluate import evaluator
+from fedbraid.simulation.personal import PersonalEvaluator, has_own_models, personal_evaluator, read_states
 from fedbraid.transforms.accounting import epsilon_by_round, is_private
 
 __all__ = ["run_config"]
@@ -83,7 +84,10 @@ def _run(
     stopped = "" if metric is None else why_stopped(config.stop, metric, result.evaluations)
     table = _table(experiment, result, stamps)
     scores = None if experiment.data.test is None else evaluator(experiment.metrics, experiment.data.test)
+    own = _own_evaluator(experiment)
     start = None if scores is None else scores.summary(experiment.params)
+    if own is not None and start is not None:  # the global model is not what clients use: its loss may grow
+        start = {personal_column(name): value for name, value in start.items()}
     problem = divergence(config, result.history, result.evaluations, result.params, start)
     summary = summarize_run(
         config,
@@ -104,9 +108,19 @@ def _run(
     )
     if hosts.is_first():
         clients = None if scores is None else scores.by_client(result.params)
+        if clients is not None and own is not None:
+            clients |= own.by_client(result.server, read_states(result.states))
         write_params(out / PARAMS, result.params, round=summary.rounds, description=experiment.description)
         _write(out, experiment, clients, table, summary)
     return summary
+
+
+def _own_evaluator(experiment: Experiment) -> PersonalEvaluator | None:
+    """The evaluator of the clients' own models on the test split; None if there are none to evaluate."""
+    alg, data = experiment.algorithm, experiment.data
+    if data.test is None or not has_own_models(alg, data, data.test):
+        return None
+    return personal_evaluator(experiment.metrics, alg, experiment.params, data.test)
 
 
 def _simulate(experiment: Experiment, metric: Metric | None, out: Path, resume: bool, on_progress: Callable) -> Result:
@@ -123,6 +137,8 @@ def _simulate(experiment: Experiment, metric: Metric | None, out: Path, resume: 
         metrics=experiment.metrics if experiment.data.test is not None else None,
         eval_every=config.evaluation.every,
         arrival=experiment.arrival,
+        clock=config.clock,
+        asynchrony=config.asynchrony,
         engine=config.engine,
         checkpoints=Checkpoints(saved, config.checkpoint.every, resume, runfolder.determining(config), judge),
         on_progress=on_progress,

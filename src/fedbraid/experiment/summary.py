@@ -17,7 +17,8 @@ import numpy as np
 from fedbraid.drawing import image_html, table_html
 from fedbraid.experiment.config import Config, ConfigError
 from fedbraid.metric import WORST_TENTH, Better, Metric, directions, is_client_column, metric_of_column
-from fedbraid.units import format_bytes
+from fedbraid.simulation.history import SIMULATED
+from fedbraid.units import format_bytes, format_seconds
 from fedbraid.version import __version__
 
 __all__ = ["RunSummary", "current_name", "machine_of_run", "partition_words", "summarize_run"]
@@ -36,6 +37,7 @@ class RunSummary:
     best: ``metric``, ``round`` and ``value`` of the best evaluation; empty if nothing was evaluated.
     metrics: which direction is better, for every evaluated column and every reported metric that has a direction.
     bytes: sent over the whole run, ``down`` to the clients and ``up`` to the server.
+    simulated_seconds: simulated time of the whole run; None without a clock.
     engine: how it was computed; the keys depend on the engine.
     machine: hardware, versions and date (see `machine_of_run`), number of clients, partition; empty in older folders.
 
@@ -63,6 +65,7 @@ class RunSummary:
     engine: Mapping[str, Any] = field(default_factory=dict)
     params_sha256: str | None = None
     machine: Mapping[str, Any] = field(default_factory=dict)
+    simulated_seconds: float | None = None
     out: str = ""
     version: str = __version__
 
@@ -84,6 +87,8 @@ class RunSummary:
         if "epsilon" in self.final:
             rows.append(("epsilon", f"{self.final['epsilon']:.3g}"))
         rows.append(("sent", f"{format_bytes(self.bytes['down'])} down, {format_bytes(self.bytes['up'])} up"))
+        if self.simulated_seconds is not None:
+            rows.append(("simulated time", format_seconds(self.simulated_seconds)))
         if self.stopped:
             rows.append(("ended early", self.stopped))
         return [*rows, ("problem", self.problem)] if self.problem else rows
@@ -219,5 +224,6 @@ def summarize_run(
         metrics=directions([*evaluations, *(name for name in table if "/" in name)], declared),
         machine=machine_of_run() | {key: value for key, value in known.items() if value is not None},
         bytes={way: int(table[f"bytes_{way}"][-1]) for way in ("down", "up")},
+        simulated_seconds=float(table[SIMULATED][-1]) if SIMULATED in table else None,
         **more,
     )

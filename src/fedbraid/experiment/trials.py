@@ -15,7 +15,7 @@ import numpy as np
 
 from fedbraid.experiment.config import ConfigError
 from fedbraid.experiment.runfolder import read_table, write_table
-from fedbraid.metric import Better, Metric, metric_of_column
+from fedbraid.metric import PERSONAL, Better, Metric, metric_of_column
 from fedbraid.notices import notice
 from fedbraid.simulation.points import PointsResult
 
@@ -102,7 +102,10 @@ def pick_metric(
 
     evaluated, logged: the existing columns. ``prefix``: of the evaluated columns; ``wanted`` may leave it out.
     declared: metrics whose names are not well known. ``better`` overrides the direction of the chosen metric.
+    By default it is the accuracy, else the loss, of the model that clients use: their own one where they have one.
 
+    >>> pick_metric(None, ["test_loss", "test_personal_loss"], [], prefix="test_").name
+    'test_personal_loss'
     >>> pick_metric("loss", ["test_loss", "test_accuracy"], ["train/loss"], prefix="test_")
     Metric(name='test_loss', better='lower')
     """
@@ -110,7 +113,8 @@ def pick_metric(
     for name in pooled:
         metric_of_column(name, declared)  # raises if it has no direction, which is needed to find the worst clients
     if wanted is None:
-        choices = [prefix + name for name in ("accuracy", "loss") if prefix + name in pooled] or pooled
+        usual = [prefix + model + name for name in ("accuracy", "loss") for model in (PERSONAL, "")]
+        choices = [name for name in usual if name in pooled] or pooled
         if not choices:
             raise ConfigError("nothing is evaluated here: name a column of the training history as metric")
         found = choices[0]

@@ -51,6 +51,7 @@ class Requests:
         self, mailbox: Mailbox, roster: Roster, policy: Policy, counts: Counter, say: Callable[[str], None]
     ) -> None:
         self.mailbox, self.roster, self.policy, self.counts, self.say = mailbox, roster, policy, counts, say
+        self.open: dict[str, Asked] = {}  # by tag: requests that stay open while others are made (asynchronous steps)
 
     def listen(self, asked: Asked | None) -> int:
         """Process the replies that have arrived: to greetings, to the current request, and late ones."""
@@ -60,10 +61,12 @@ class Requests:
                 if reason := self.roster.hear(reply):
                     self.counts["refused"] += reply.sent.node in self.roster.refused
                     self.say(reason)
-            elif asked is None or reply.sent.tag != asked.tag:
+                continue
+            to = asked if asked is not None and reply.sent.tag == asked.tag else self.open.get(reply.sent.tag)
+            if to is not None and self.is_awaited(to, reply):
+                self.judge(to, reply)
+            elif to is None or to is not asked:
                 self.counts["late"] += reply.message is not None
-            elif self.is_awaited(asked, reply):
-                self.judge(asked, reply)
         return len(replies)
 
     def is_awaited(self, asked: Asked, reply: Reply) -> bool:
@@ -132,15 +135,23 @@ class Requests:
                 anew.append(client)
         self.ask(asked, anew)
 
-    def collect(self, asked: Asked, cohort: list[int]) -> bool:
-        """Ask a cohort and wait until all have answered or the deadline has passed. True if enough answers came."""
+    def collect(self, asked: Asked, cohort: list[int], *, most: int | None = None, limit: float | None = None) -> bool:
+        """Ask a cohort and wait until all have answered or the deadline has passed. True if enough answers came.
+
+        most: end as soon as this many have answered; the answers after them are late. limit: seconds instead of the
+        policy's deadline.
+        """
         policy, began = self.policy, time.monotonic()
         self.ask(asked, cohort)
-        deadline, look, pause = began + policy.deadline, began + LOOK, POLL[0]
+        within = policy.deadline if limit is None else limit
+        deadline, look, pause = began + within, began + LOOK, POLL[0]
         while True:
             heard = self.listen(asked)
             now = time.monotonic()
             enough = len(asked.uploads) >= asked.minimum
+            if most is not None and len(asked.uploads) >= most:
+                self.end_early(asked, most)
+                return enough
             waits = policy.too_few == "wait" and not enough
             if now >= deadline:
                 for node, _ in asked.awaited.values():
@@ -158,9 +169,16 @@ class Requests:
             ends = look if now >= deadline else min(look, deadline)
             time.sleep(max(0.0, min(pause, ends - time.monotonic())))
         for client, (node, _) in sorted(asked.awaited.items()):
-            asked.notes.append(f"client {client} (node {node}) left out, missing: no reply in {policy.deadline:g} s")
+            asked.notes.append(f"client {client} (node {node}) left out, missing: no reply in {within:g} s")
         asked.tally["missing"] += len(asked.awaited)
         return enough
+
+    def end_early(self, asked: Asked, most: int) -> None:
+        """Keep the first ``most`` answers. Those that came with them and those that will come count as late."""
+        for client in list(asked.uploads)[most:]:
+            del asked.uploads[client]
+            self.counts["late"] += 1
+        asked.awaited.clear()
 
     def shortage(self, asked: Asked, within: str) -> str:
         notes = "".join(f"\n  {note}" for note in asked.notes)

@@ -21,7 +21,14 @@ from fedbraid.core import Algorithm, Report
 from fedbraid.data.description import Preprocess
 from fedbraid.flower import entropy, wire
 from fedbraid.flower.compiled import CACHE_DIR, use_cache
-from fedbraid.flower.evaluate import batches_of, rows_of, sums_program
+from fedbraid.flower.evaluate import (
+    Models,
+    batches_of,
+    models_message,
+    own_model_program,
+    rows_of,
+    sums_program,
+)
 from fedbraid.flower.identity import (
     Schema,
     check_data,
@@ -51,6 +58,7 @@ from fedbraid.flower.wire import (
 from fedbraid.local import ClientData
 from fedbraid.lowering import LoweringOptions, captured, lower
 from fedbraid.masking import Secure
+from fedbraid.metric import PERSONAL
 
 __all__ = ["client_app"]
 
@@ -153,8 +161,14 @@ class _Site:
         return [layout_of(jax.eval_shape(exchange.send, server)) for exchange in self.alg.exchanges]
 
     @cached_property
-    def params_layout(self) -> Layout:
-        return layout_of(jax.eval_shape(self.alg.params, jax.eval_shape(self.alg.init, self.params)))
+    def models_layout(self) -> Layout:
+        server = jax.eval_shape(self.alg.init, self.params)
+        return layout_of(jax.eval_shape(lambda server: models_message(self.alg, server), server))
+
+    @cached_property
+    def own_model(self) -> Callable[[PyTree, PyTree], PyTree]:
+        """(the leaves of the server's state in a question, client state) -> the client's own model."""
+        return jax.jit(own_model_program(self.alg, self.params))
 
     def guard(self, handle: Callable[[Message, Context], Message]) -> Callable[[Message, Context], Message]:
         """Answer a ValueError (a mistake of the user or of the server) with its reason. Other errors propagate."""
@@ -271,19 +285,24 @@ class _Site:
         return Message(content(answer, records(report.up), metrics), reply_to=message)
 
     def test(self, message: Message, context: Context) -> Message:
-        """Test the server's model on this site's own test data. Only sums and counts are sent."""
+        """Test the server's model, and this client's own, on this site's test data. Only sums and counts are sent."""
         asked = read_plain(message, Question)
         self.check_fingerprint(context, asked.run, asked.schema, asked.fingerprint)
         arrays = self.load_test(context)
         rows = rows_of(schema_from_json(asked.schema), arrays)
         if arrays is None or not rows:
             return Message(content(Tested(asked.tag, 0, "")), reply_to=message)
-        params = read_records(self.params_layout, wire.arrays_in(message))
-        sums = self.sums(params, *batches_of(arrays, rows, room_for(rows)))
+        models = Models(*read_records(self.models_layout, wire.arrays_in(message)))
+        batches = batches_of(arrays, rows, room_for(rows))
+        sums = self.sums(models.params, *batches)
+        if self.alg.personal is not None:
+            states = states_of(context, asked.run, asked.client) if self.state_layout.leaves else None
+            own = self.own_model(models.of_server, self.state(states, asked))
+            sums |= {PERSONAL + name: both for name, both in self.sums(own, *batches).items()}
         answer = Tested(asked.tag, rows, *_layout_for(sums, asked.layout))
         return Message(content(answer, records(sums)), reply_to=message)
 
-    def state(self, states: States | None, order: Order) -> PyTree:
+    def state(self, states: States | None, order: Order | Question) -> PyTree:
         if states is None:
             return unpack(self.state_layout, {})
         buffers = states.read(order.base)

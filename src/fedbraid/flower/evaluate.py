@@ -7,25 +7,29 @@ deployed run therefore has the same columns and values as a simulated one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Var
 
-from fedbraid.core import check_count
+from fedbraid.core import Algorithm, check_count
 from fedbraid.data.description import Preprocess
 from fedbraid.data.federated import Split
 from fedbraid.flower.identity import Schema, check_data, shapes_of
 from fedbraid.flower.rows import padded
 from fedbraid.lowering import LoweringOptions, lower_metrics
-from fedbraid.metric import Metric
+from fedbraid.metric import PERSONAL, Metric
 from fedbraid.simulation.evaluate import client_values, in_batches, score, summarize
 
 __all__ = [
+    "Models",
     "are_sums",
     "batches_of",
     "check_evaluation",
+    "models_message",
+    "own_model_program",
     "rows_of",
     "scores_by_client",
     "summary",
@@ -82,11 +86,64 @@ def sums_program(
 
 
 def sums_shapes(
-    metrics: Callable, params: PyTree, schema: Schema, preprocess: Preprocess | None = None
+    metrics: Callable,
+    params: PyTree,
+    schema: Schema,
+    preprocess: Preprocess | None = None,
+    *,
+    personal: bool = False,
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of a node's answer."""
+    """The shapes of a node's answer; ``personal``: whether it contains sums of the client's own model, too."""
     one = {name: np.zeros((1, *field.shape), field.dtype) for name, field in schema.items()}
-    return jax.eval_shape(sums_program(metrics, preprocess), shapes_of(params), *batches_of(one, 1, 1))
+    sums = jax.eval_shape(sums_program(metrics, preprocess), shapes_of(params), *batches_of(one, 1, 1))
+    return sums | ({PERSONAL + name: both for name, both in sums.items()} if personal else {})
+
+
+# -- the models in a question
+
+
+class Models(NamedTuple):
+    """What a question contains: the global model, and the part of the server's state that own models are made of."""
+
+    params: PyTree
+    of_server: list[Any]
+
+
+def read_by_personal(alg: Algorithm, server: PyTree) -> list[int]:
+    """Which leaves of the server's state ``personal`` reads, by number. A model of the client needs no others.
+
+    The client state is that of the global model's shapes.
+    """
+    if alg.personal is None:
+        return []
+    params = jax.eval_shape(alg.params, server)
+    traced = jax.make_jaxpr(alg.personal)(server, jax.eval_shape(alg.init_client, params)).jaxpr
+    needed = {atom for atom in traced.outvars if isinstance(atom, Var)}
+    for equation in reversed(traced.eqns):
+        if needed.intersection(equation.outvars):
+            needed |= {atom for atom in equation.invars if isinstance(atom, Var)}
+    return [i for i, _ in enumerate(jax.tree.leaves(server)) if traced.invars[i] in needed]
+
+
+def models_message(alg: Algorithm, server: PyTree) -> Models:
+    """The models that a question contains."""
+    leaves = jax.tree.leaves(server)
+    return Models(alg.params(server), [leaves[i] for i in read_by_personal(alg, server)])
+
+
+def own_model_program(alg: Algorithm, params: PyTree) -> Callable[[list[Any], PyTree], PyTree]:
+    """(``of_server`` of a question, client state) -> the client's own model."""
+    server = jax.eval_shape(alg.init, params)
+    numbers, (shapes, tree) = read_by_personal(alg, server), jax.tree.flatten(server)
+
+    def own(of_server: list[Any], state: PyTree) -> PyTree:
+        assert alg.personal is not None
+        leaves = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in shapes]  # those that it does not read
+        for i, leaf in zip(numbers, of_server, strict=True):
+            leaves[i] = leaf
+        return alg.personal(jax.tree.unflatten(tree, leaves), state)
+
+    return own
 
 
 # -- the server
@@ -110,14 +167,29 @@ def _stacked(found: Mapping[int, Sums], population: int) -> dict[str, Any]:
 
 
 def summary(found: Mapping[int, Sums], population: int, declared: Sequence[Metric] = ()) -> dict[str, float]:
-    """The simulator's columns: every metric over all examples, and its mean, worst tenth and worst client."""
-    row = summarize(_stacked(found, population), declared=declared)
+    """The simulator's columns: every metric over all examples, and its statistics over clients.
+
+    Sums of the clients' own models have columns of their own, such as ``test_personal_accuracy``.
+    """
+    row = {}
+    for prefix, scores in _by_model(_stacked(found, population)).items():
+        row |= summarize(scores, prefix, declared)
     return {name: float(value) for name, value in row.items()}
+
+
+def _by_model(scores: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The scores of the global model and of own models, by the prefix of their columns."""
+    own = {name.removeprefix(PERSONAL): score for name, score in scores.items() if name.startswith(PERSONAL)}
+    plain = {name: score for name, score in scores.items() if not name.startswith(PERSONAL)}
+    return {"test_": plain, f"test_{PERSONAL}": own} if own else {"test_": plain}
 
 
 def scores_by_client(
     found: Mapping[int, Sums], population: int, declared: Sequence[Metric] = ()
 ) -> dict[str, np.ndarray]:
     """Each client's own metrics; nan for a client that was not asked, has no test data, or did not answer."""
-    values = client_values(_stacked(found, population), declared)
-    return {f"test_{name}": np.asarray(value) for name, value in values.items()}
+    return {
+        prefix + name: np.asarray(value)
+        for prefix, scores in _by_model(_stacked(found, population)).items()
+        for name, value in client_values(scores, declared).items()
+    }

@@ -233,6 +233,7 @@ def federation_server_app(federation: Federation) -> ServerApp:
             checkpoint_every=federation.checkpoint_every,
             fingerprint=federation.fingerprint,
             secure=federation.secure,
+            asynchrony=config.asynchrony,
             say=_say,
         )
         clients = served.clients

@@ -95,7 +95,8 @@ class Messages(NamedTuple):
     metrics: tuple[str, ...] = ()
 
 
-def _data(schema: Schema, preprocess: Preprocess | None) -> ClientData:
+def data_of(schema: Schema, preprocess: Preprocess | None) -> ClientData:
+    """A client's data as shapes."""
     number = jax.ShapeDtypeStruct((), np.int32)
     canonical = jax.dtypes.canonicalize_dtype
     fields = {name: jax.ShapeDtypeStruct((ROWS, *f.shape), canonical(f.dtype)) for name, f in schema.items()}
@@ -106,7 +107,7 @@ def shapes_of_messages(
     alg: Algorithm, params: PyTree, schema: Schema, preprocess: Preprocess | None = None
 ) -> tuple[MessageShapes, ...]:
     """The shapes of the messages of every exchange. Also checks that the functions of the algorithm fit each other."""
-    return message_shapes(alg, shapes_of(params), _data(schema, preprocess))
+    return message_shapes(alg, shapes_of(params), data_of(schema, preprocess))
 
 
 def messages_of(
@@ -137,7 +138,7 @@ def fingerprint(alg: Algorithm, params: PyTree, schema: Schema, preprocess: Prep
     server, state = jax.eval_shape(alg.init, params), shapes_of(jax.eval_shape(alg.init_client, params))
     for exchange in alg.exchanges:
         down = shapes_of(jax.eval_shape(exchange.send, server))
-        given = down, state, _data(schema, preprocess), key
+        given = down, state, data_of(schema, preprocess), key
         program = jax.make_jaxpr(client_program(exchange))(*given, noise_shapes(exchange, *given))
         digest.update(exchange.name.encode())
         digest.update(layout_of((down, state)).to_json().encode())

@@ -20,20 +20,20 @@ class TooFewError(AppExitException):
 class Policy(NamedTuple):
     """What a round does when nodes are slow, gone or wrong.
 
-    deadline: seconds that an exchange waits for its uploads.
-    minimum: number of uploads that an exchange needs.
+    deadline [seconds]: seconds that an exchange waits for its uploads.
+    minimum [uploads]: number of uploads that an exchange needs.
     too_few: what happens with fewer uploads at the deadline. ``wait``: keep waiting, and ask nodes again that came
         back. ``skip``: leave the server unchanged and go to the next round. ``abort``: end with a non-zero exit code.
-    patience: seconds after which ``wait`` gives up and aborts.
-    join: seconds to wait at the start for the whole population. Then the run starts if at least ``minimum`` nodes are
-        connected, else it aborts.
+    patience [seconds]: seconds after which ``wait`` gives up and aborts.
+    join [seconds]: seconds to wait at the start for the whole population. Then the run starts if at least ``minimum``
+        nodes are connected, else it aborts.
     lost_state: what happens when a client's node no longer has its state. ``reset``: only this client starts anew from
         its first state. ``restart``: server and clients start anew from the current model. ``refuse``: the node is left
         out. ``auto``: ``restart`` if the server's state depends on the clients' states (an exchange has a
         ``reconcile``, like SCAFFOLD's), else ``reset``.
     weights: ``examples``: an upload whose weight is above the number of examples that its node stated (and above 1) is
         rejected. ``any``: for algorithms whose weights are other numbers.
-    max_examples: the largest number of examples that a node may state. A node that states more is refused.
+    max_examples [examples]: the largest number of examples that a node may state. A node that states more is refused.
     """
 
     deadline: float = 600.0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fedbraid import files
 from fedbraid.data.description import DataDescription
 from fedbraid.experiment import runfolder
 from fedbraid.experiment.config import Config
@@ -19,7 +21,9 @@ from fedbraid.experiment.summary import RunSummary, summarize_run
 from fedbraid.flower.server import Served
 from fedbraid.metric import Metric
 
-__all__ = ["open_folder", "write_run"]
+__all__ = ["ARRIVALS", "open_folder", "write_run"]
+
+ARRIVALS = "arrivals.jsonl"  # of an asynchronous run: one line per server step; a simulation can repeat it
 
 
 def open_folder(out: Path, config: Config) -> Path:
@@ -51,6 +55,8 @@ def write_run(
     table = runfolder.columns(served.history, served.evaluations, served.rounds)
     table["seconds"] = np.cumsum(table["seconds"])  # since the start, at the end of every round
     runfolder.write_metrics(out, table)
+    if served.arrivals:
+        files.write_text(out / ARRIVALS, "".join(json.dumps(step) + "\n" for step in served.arrivals))
     if clients:
         runfolder.write_clients(out, clients)
     what = f"{config.algorithm.name} on {config.data.name}, deployed"

@@ -25,8 +25,17 @@ from fedbraid.core import Algorithm
 from fedbraid.flower import wire
 from fedbraid.flower.aggregate import Aggregator, Summed, Upload
 from fedbraid.flower.asking import POLL, Asked, Requests
-from fedbraid.flower.evaluate import Sums, are_sums, summary, sums_shapes
-from fedbraid.flower.identity import Messages, fingerprint, messages_of, schema_to_json, shapes_of_messages
+from fedbraid.flower.buffered import Buffer
+from fedbraid.flower.evaluate import Sums, are_sums, models_message, summary, sums_shapes
+from fedbraid.flower.identity import (
+    Messages,
+    data_of,
+    fingerprint,
+    messages_of,
+    schema_to_json,
+    shapes_of,
+    shapes_of_messages,
+)
 from fedbraid.flower.mailbox import Mailbox, Outgoing
 from fedbraid.flower.pack import Layout, MessageError, check_layout, layout_of, read_records, records
 from fedbraid.flower.policy import TooFewError
@@ -40,6 +49,7 @@ from fedbraid.flower.wire import Answer, Order, Question, Tested, content, read_
 from fedbraid.limited_json import read_json
 from fedbraid.metric import Metric, declared_by, metric_of_column
 from fedbraid.simulation import checkpoint
+from fedbraid.simulation.asynchrony import check_asynchrony
 from fedbraid.simulation.rounds import check_cohort_size, strong
 
 __all__ = ["MessageRounds"]
@@ -59,6 +69,8 @@ class MessageRounds:
         params = strong(params)
         self.alg, self.policy, self.seed, self.cohort, self.say = alg, site.policy, site.seed, site.size, say
         check_cohort_size(alg, site.size)
+        self.asynchrony = site.asynchrony
+        check_asynchrony(alg, shapes_of(params), data_of(site.schema, site.preprocess), site.asynchrony)
         self.messages: tuple[Messages, ...] = messages_of(alg, params, site.schema, site.preprocess)
         exchanges = range(len(alg.exchanges))
         self.parts = [Aggregator(alg, i, rows=site.size, population=site.population) for i in exchanges]
@@ -89,6 +101,7 @@ class MessageRounds:
         self.evaluations: list[dict[str, float]] = []
         self.counts: Counter = Counter()
         self.tested: dict[int, dict[str, list[float]]] = {}  # client -> its sums in the last evaluation
+        self.arrivals: list[dict[str, Any]] = []  # of asynchronous steps: their uploads, in order
         # state that a checkpoint does not hold
         self.requests = Requests(mailbox, self.roster, site.policy, self.counts, say)
         self.secure: SecureRounds | None = None
@@ -101,6 +114,7 @@ class MessageRounds:
         self.attempt = secrets.token_hex(3)  # makes tags unique: a round repeated after a restart gets other tags
         self.told: Round | None = None  # the report of the last round
         self.private = PrivateRun(alg)
+        self.buffer = Buffer(self, site.asynchrony) if site.asynchrony.is_asynchronous else None
         self.folder: Path | None = None
         self.scorer: Callable[[PyTree], dict[str, Any]] | None = None
         self.declared: tuple[Metric, ...] = ()  # the metrics that clients evaluate
@@ -131,6 +145,7 @@ class MessageRounds:
             "tested": self.tested,
             "first": self.roster.terms.first,
             "losses": self.losses,
+            "arrivals": self.arrivals,
         }
         text = np.frombuffer(json.dumps(plain).encode(), np.uint8)
         tree = {"server": checkpoint.pack(self.server), "run": {"json": text}}
@@ -161,6 +176,7 @@ class MessageRounds:
         self.losses = Counter({int(client): n for client, n in plain.get("losses", {}).items()})
         self.settle()
         self.tested = {int(client): sums for client, sums in plain.get("tested", {}).items()}
+        self.arrivals = plain.get("arrivals", [])
 
     def close(self) -> None:
         """Nothing to release."""
@@ -238,7 +254,7 @@ class MessageRounds:
         if self.alg.exchanges[exchange].cohort == "same":
             return [client for client in before if client in self.roster.clients]
         here = sorted(self.roster.clients)
-        size = min(self.cohort, len(here))
+        size = min(self.asynchrony.asked(self.cohort), len(here))
         return [here[i] for i in self.private.cohort(self.seed, round_, exchange, len(here), size)] if size else []
 
     def order(self, exchange: int, round_: int, suffix: str = "") -> Asked:
@@ -291,11 +307,11 @@ class MessageRounds:
     def question(self, round_: int, wanted: Layout) -> tuple[Asked, int]:
         """The request to evaluate the model after a round, and the bytes of that model."""
         terms, tag = self.roster.terms, f"{round_}.{wire.EVALUATE}.{self.attempt}"
-        model = self.alg.params(self.server)
+        model = models_message(self.alg, self.server)
         arrays = records(model)
 
         def request(client: int, node: int) -> Outgoing:
-            asked = Question(terms.run, terms.fingerprint, terms.schema, client, tag, wanted.digest)
+            asked = Question(terms.run, terms.fingerprint, terms.schema, client, tag, self.base(client), wanted.digest)
             return Outgoing(node, client, wire.EVALUATE, content(asked, arrays))
 
         def read(client: int, message: Message) -> Sums | None:
@@ -318,20 +334,41 @@ class MessageRounds:
         """Ask a cohort for uploads: (the cohort, the request, the sum if only it is known, whether they are enough)."""
         draw = partial(self.draw, round_, index, before)
         if self.secure is None:
-            cohort = draw()
-            return cohort, asked, None, self.requests.collect(asked, cohort)
+            cohort, how = draw(), self.asynchrony
+            most = None if how.name == "none" else self.cohort
+            return cohort, asked, None, self.requests.collect(asked, cohort, most=most, limit=how.deadline)
         asked, cohort, summed = self.secure.collect(index, asked, partial(self.order, index, round_), draw)
         return cohort, asked, summed, summed is not None
 
     def advance(self, until: int) -> None:
         """Complete one round: every exchange in turn. After too few uploads the rest of the round is skipped."""
-        began, round_, late = time.monotonic(), self.done, self.counts["late"]
+        if self.buffer is not None:
+            self.buffer.advance()
+        else:
+            self.whole_round()
+        if self.folder is None:
+            self.settle()
+
+    def recover_between(self) -> bool:
+        """As `recover`; if all start anew, wait until those that were connected are connected again."""
         known = len(self.roster.clients) + len(self.roster.lost)
-        if self.recover():
+        anew = self.recover()
+        if anew:
             self.gather(known)
-        self.roster.greet()
+        return anew
+
+    def begin_row(self) -> dict[str, float]:
+        """The first columns of a round."""
         row: dict[str, float] = {"restarted": float(self.restarted)} if self.stateful else {}
         self.restarted = False
+        return row
+
+    def whole_round(self) -> None:
+        """One round of all exchanges."""
+        began, round_, late = time.monotonic(), self.done, self.counts["late"]
+        self.recover_between()
+        self.roster.greet()
+        row = self.begin_row()
         notes: list[str] = []
         cohort: list[int] = []
         enough = True
@@ -366,8 +403,6 @@ class MessageRounds:
         self.history.append(row)
         self.done += 1
         self.told = Round(self.done, self.rounds, row, {}, row["seconds"], tuple(notes))
-        if self.folder is None:
-            self.settle()
 
     def leave_out(self, asked: Asked, clients: list[int]) -> bool:
         """Leave out uploads with which the server's state would not be finite. True if enough others remain."""
@@ -386,7 +421,8 @@ class MessageRounds:
         """From now on, evaluations ask ``testers`` clients for sums of these metrics."""
         if any(exchange.name == wire.EVALUATE for exchange in self.alg.exchanges):
             raise ValueError(f"an exchange named {wire.EVALUATE!r} would use the evaluation's columns: rename it")
-        shapes = sums_shapes(metrics, jax.eval_shape(self.alg.params, self.server), site.schema, site.preprocess)
+        model = jax.eval_shape(self.alg.params, self.server)
+        shapes = sums_shapes(metrics, model, site.schema, site.preprocess, personal=self.alg.personal is not None)
         self.declared = declared_by(metrics)
         for name in shapes:
             metric_of_column(name, self.declared)  # refuses a metric whose direction is unknown

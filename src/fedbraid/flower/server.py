@@ -52,6 +52,7 @@ class Served(NamedTuple):
     taken: dict[int, str]  # client -> tag of its last accepted upload
     clients: dict[str, np.ndarray]  # each client's own metrics in the last evaluation on clients; nan without any
     secure: str | None = None  # the settings of secure aggregation, if it was used
+    arrivals: tuple[dict[str, Any], ...] = ()  # of asynchronous steps: clients, versions, clients asked, seconds
 
 
 def server_app(
@@ -111,7 +112,7 @@ def serve(
         on_round: called with a :class:`Round` after each round.
         say: called with every line of progress: rounds, nodes that are refused, uploads that are left out.
         site: the fields of :class:`Site` by name: ``schema``, ``population``, ``cohort``, ``seed``, ``policy``,
-            ``fingerprint``, ``preprocess``, ``secure``.
+            ``fingerprint``, ``preprocess``, ``secure``, ``asynchrony``.
     """
     agreed = Site(**site)
     check_count("rounds", rounds)
@@ -158,6 +159,7 @@ def serve(
         dict(run.taken),
         scores_by_client(run.tested, agreed.population, run.declared),
         agreed.secure.name if agreed.secure else None,
+        tuple(run.arrivals),
     )
 
 

@@ -12,12 +12,14 @@ from fedbraid.flower.identity import Schema
 from fedbraid.flower.policy import Policy
 from fedbraid.masking import Secure
 from fedbraid.metric import is_client_column
+from fedbraid.simulation.asynchrony import Asynchrony
 from fedbraid.units import format_bytes
 
 __all__ = ["Round", "Site"]
 
 WAYS = ("down", "up")
 DEFAULT_POLICY = Policy()
+ROUNDS = Asynchrony()  # the server waits for every cohort
 
 
 class Round(NamedTuple):
@@ -64,6 +66,7 @@ class Site:
     fingerprint: a name for what clients compute, the same on all nodes; None makes one from the programs.
     preprocess: the same as in the nodes' :func:`client_app`.
     secure: secure aggregation, the same as in the nodes' :func:`client_app`. ``secure.clients`` is the cohort's size.
+    asynchrony: when the server takes a step; by default after a round of all clients.
     """
 
     schema: Schema
@@ -74,6 +77,7 @@ class Site:
     fingerprint: str | None = None
     preprocess: Preprocess | None = None
     secure: Secure | None = None
+    asynchrony: Asynchrony = ROUNDS
 
     def __post_init__(self) -> None:
         check_count("population", self.population)
@@ -84,6 +88,15 @@ class Site:
             raise ValueError(f"minimum must be at most the cohort of {self.size}, got {self.policy.minimum}")
         if self.secure is not None and self.secure.clients != self.size:
             raise ValueError(f"secure.clients must be the cohort's size {self.size}, got {self.secure.clients}")
+        if self.secure is not None and self.asynchrony.name != "none":
+            raise ValueError(
+                f"{self.asynchrony.name} with secure aggregation: the clients of a sum agree on their masks before "
+                "they send, so all of them must take part in the same round. Use synchronous rounds"
+            )
+        if self.policy.minimum > self.asynchrony.uploads(self.size):
+            raise ValueError(
+                f"minimum must be at most the buffer of {self.asynchrony.uploads(self.size)}, got {self.policy.minimum}"
+            )
 
     @property
     def size(self) -> int:

@@ -91,13 +91,14 @@ class Answer(NamedTuple):
 
 
 class Question(NamedTuple):
-    """Server to node: evaluate this model on the client's own test data."""
+    """Server to node: evaluate this model, and the client's own one, on the client's own test data."""
 
     run: str
     fingerprint: str
     schema: str
     client: int
     tag: str
+    base: str  # tag of the client state that its own model is made of
     layout: str  # digest of the expected sums' layout
 
 

@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr, Literal
 
 from fedbraid.lowering.operations import Pads, conv2d, conv_relu, has_kernel, max_pool, window_counts
 
-__all__ = ["COLUMNS", "IMAGES", "OUT", "ROWS", "Deferred", "follow"]
+__all__ = ["COLUMNS", "IMAGES", "OUT", "ROWS", "Deferred", "follow", "is_relu"]
 
 Array = jax.Array
 IMAGES, ROWS, COLUMNS, OUT = range(4)  # axes of a value as it is computed
@@ -135,7 +135,7 @@ def _added(params: dict[str, Any], inputs: list[Any]) -> Deferred | None:
 
 
 def _activated(params: dict[str, Any], inputs: list[Any]) -> Deferred | None:
-    return replace(inputs[0], relu=True) if len(inputs) == 1 and _is_relu(params["call_jaxpr"].jaxpr) else None
+    return replace(inputs[0], relu=True) if len(inputs) == 1 and is_relu(params["call_jaxpr"].jaxpr) else None
 
 
 def _max_pooled(params: dict[str, Any], inputs: list[Any]) -> Deferred | None:
@@ -149,13 +149,13 @@ def _max_pooled(params: dict[str, Any], inputs: list[Any]) -> Deferred | None:
     return replace(value, pool=True) if same and plain and both and not value.pool else None
 
 
-def _is_relu(jaxpr: Jaxpr) -> bool:
+def is_relu(jaxpr: Jaxpr) -> bool:
     """Whether a program is max(x, 0) and nothing else, possibly inside jit."""
     if len(jaxpr.eqns) != 1 or len(jaxpr.invars) != 1 or jaxpr.outvars != jaxpr.eqns[0].outvars:
         return False
     (equation,) = jaxpr.eqns
     if equation.primitive.name in ("jit", "pjit"):
-        return equation.invars == jaxpr.invars and _is_relu(equation.params["jaxpr"].jaxpr)
+        return equation.invars == jaxpr.invars and is_relu(equation.params["jaxpr"].jaxpr)
     if equation.primitive.name != "max" or equation.invars[0] is not jaxpr.invars[0]:
         return False
     other = equation.invars[1]

@@ -29,7 +29,7 @@ from fedbraid.local import Fold
 from fedbraid.lowering import kernels
 from fedbraid.lowering.options import Matrices
 from fedbraid.lowering.rows import Rows, Site, upright
-from fedbraid.lowering.symbolic import Leaf, Sum, follow_step, run_step, value_of
+from fedbraid.lowering.symbolic import Leaf, Pair, Sum, follow_step, run_step, value_of
 
 __all__ = ["Extent", "Growth", "extent_of", "grow"]
 
@@ -134,6 +134,11 @@ def _is_matrix(aval: Any) -> bool:
     return aval.ndim == 2 and jnp.issubdtype(aval.dtype, jnp.floating)
 
 
+def _is_half(pair: Pair) -> bool:
+    """Whether the factors of a product are rounded to bfloat16."""
+    return "BF16_BF16_F32" in str(pair.precision) or jnp.bfloat16 in (pair.a.dtype, pair.b.dtype)
+
+
 def _large(aval: Any, extent: Extent) -> bool:
     """Whether rows can save enough memory traffic at all."""
     return aval.dtype == jnp.float32 and extent.lanes * aval.size * 16 > WORTH
@@ -184,7 +189,7 @@ def _rehearse(
             reason = judge(leaf, value)
             if reason is None:
                 rows = sum(pair.a.shape[0] for pair in value.new)
-                half = all("BF16_BF16_F32" in str(pair.precision) for pair in value.new) and kernels.available()
+                half = all(map(_is_half, value.new)) and kernels.available()
                 site = replace(site, rows=rows, most=rows * extent.most, dtype=jnp.bfloat16 if half else site.dtype)
                 reason = None if how == "grown" or _pays(site, extent) else TOO_LONG
             if reason is None:

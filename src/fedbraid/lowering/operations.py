@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -13,6 +15,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from fedbraid.lowering import kernels
+from fedbraid.lowering.normalisation import Norm, plainly
 from fedbraid.lowering.transposable import computed_by, linear
 from fedbraid.lowering.winograd import TILE, conv_blocks, from_blocks, to_blocks
 
@@ -23,7 +26,9 @@ __all__ = [
     "computed_by",
     "conv2d",
     "conv_relu",
+    "convolutions_later",
     "dense",
+    "group_norm",
     "has_kernel",
     "linear",
     "max_pool",
@@ -36,7 +41,20 @@ __all__ = [
 
 Array = jax.Array
 Dense = dict[str, Array]
+_later: ContextVar[bool] = ContextVar("fedbraid_convolutions_later", default=False)
 FEW_ROWS = 16  # up to this batch size, transposing the inputs costs less than it saves
+
+
+@contextmanager
+def convolutions_later() -> Iterator[None]:
+    """For mixed precision: `conv2d` gives XLA's convolution, which is replaced later. It and `group_norm` take and
+    return bfloat16.
+    """
+    before = _later.set(True)
+    try:
+        yield
+    finally:
+        _later.reset(before)
 
 
 def product(x: Array, w: Array) -> Array:
@@ -85,6 +103,37 @@ def dense(params: Dense, x: Array) -> Array:
     return dense(params, x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 
 
+def group_norm(
+    x: Array,
+    scale: Array,
+    shift: Array,
+    groups: int,
+    *,
+    epsilon: float = 1e-5,
+    relu: bool = False,
+    residual: Array | None = None,
+) -> Array:
+    """Normalises [B, H, W, C] to mean 0 and variance 1 over space and groups of channels, then scales and shifts.
+
+    ``residual`` is added to the result, then a ReLU may follow. On NVIDIA's GPUs all this is one kernel, and one for
+    the gradient.
+
+    >>> import jax.numpy as jnp
+    >>> x = jnp.array([1.0, 3.0]).reshape(1, 2, 1, 1)
+    >>> group_norm(x, jnp.ones(1), jnp.zeros(1), 1, epsilon=0.0).ravel().tolist()
+    [-1.0, 1.0]
+    """
+    b, h, w, c = x.shape
+    x = x.astype(jnp.bfloat16) if _later.get() else x
+    flat, past = x.reshape(b, h * w, c), None if residual is None else residual.astype(x.dtype).reshape(b, h * w, c)
+    how, weights = Norm(groups, epsilon, relu), jnp.stack([scale, shift])
+    if kernels.available() and kernels.precision() != "exact" and x.dtype in (jnp.float32, jnp.bfloat16):
+        from fedbraid.lowering.kernels.normalisation import normalise
+
+        return normalise(flat, weights, past, how).reshape(x.shape)
+    return plainly(flat, weights, past, how).reshape(x.shape)
+
+
 Padding = str | int | Sequence[tuple[int, int]]
 Pads = tuple[tuple[int, int], tuple[int, int]]
 
@@ -115,6 +164,9 @@ def conv2d(
     _check_images(x, kernel)
     strides = (stride, stride) if isinstance(stride, int) else (stride[0], stride[1])
     pads = paddings(x.shape[1:3], (kh, kw), strides, padding)
+    if _later.get() and precision is None:
+        x, kernel = x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16)
+        return lax.conv_general_dilated(x, kernel, strides, pads, dimension_numbers=("NHWC", "HWIO", "NHWC"))
     b, (h, w) = x.shape[0], window_counts(x, (kh, kw), strides, pads)
     if has_kernel(x, kernel, precision):
         from fedbraid.lowering.kernels.convolution import convolve
@@ -150,7 +202,7 @@ def conv_relu(
 
         pads = paddings(x.shape[1:3], (kernel.shape[0], kernel.shape[1]), strides, padding)
         geometry = _geometry(x, kernel, strides, pads)
-        weights = jnp.concatenate([kernel.reshape(-1, kernel.shape[-1]), bias[None]])
+        weights = jnp.concatenate([kernel.reshape(-1, kernel.shape[-1]), bias[None]]).astype(jnp.float32)
         if not pool:
             return activated.convolve_relu(x, weights, geometry, kernels.stored())
         if activated.pools(kernel.shape[2], geometry.window, strides):

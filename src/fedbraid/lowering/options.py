@@ -24,7 +24,8 @@ class LoweringOptions:
     convolutions: "fast" rewrites the convolutions and max pools of any model as matrix products and reshapes;
         "native" leaves them to XLA.
     precision: of the factors of the clients' matrix products, on a GPU. "default" is jax's own: TF32 on NVIDIA's GPUs,
-        float32 on a CPU. A CPU computes all products in float32. Sums are always float32.
+        float32 on a CPU. A CPU computes all products in float32. Sums are always float32. "bfloat16" also stores the
+        values between layers in bfloat16 on NVIDIA's GPUs.
     matrices: "grown" stores a client's weight matrix as the server's matrix plus the rows that its steps added, if the
         plan is lanes and the program of a step allows it. "whole" never does this. "auto" does it on a GPU if it saves
         memory traffic.

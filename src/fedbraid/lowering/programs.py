@@ -16,6 +16,8 @@ import jax
 
 from fedbraid.core import Algorithm
 from fedbraid.local import map_work, rewriting
+from fedbraid.lowering import kernels
+from fedbraid.lowering.mixed import narrow_activations
 from fedbraid.lowering.options import PRECISIONS, LoweringOptions
 from fedbraid.lowering.rewrite import fast_convolutions
 from fedbraid.metric import as_metrics
@@ -42,10 +44,19 @@ def lower_function(function: Callable, options: LoweringOptions) -> Callable:
     rewrite = fast_convolutions if options.convolutions == "fast" else None
 
     def run(*args: Any) -> Any:
-        with rewriting(rewrite), precision_of(options):
+        narrow = options.precision == "bfloat16" and kernels.available()
+        with rewriting(_NARROW[rewrite] if narrow else rewrite), precision_of(options):
             return function(*args)
 
     return run if rewrite is None else rewrite(run)
+
+
+def _narrow_and_fast(loss: Callable) -> Callable:
+    return fast_convolutions(narrow_activations(loss))
+
+
+# Functions of this module, not closures: jax's caches of compiled programs know them by identity.
+_NARROW = {fast_convolutions: _narrow_and_fast, None: narrow_activations}
 
 
 def lower_metrics(metrics: Callable, options: LoweringOptions) -> Callable:

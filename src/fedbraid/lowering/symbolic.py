@@ -38,6 +38,12 @@ class Pair:
     precision: Any  # of the product when it was traced
     seen: list[bool]  # one entry for each time that its value was needed
 
+    def converted(self, dtype: Any) -> Pair:
+        """The product in another dtype. The smaller factor is converted: it is then scaled without rounding."""
+        if self.a.size < self.b.size:
+            return replace(self, a=self.a.astype(dtype))
+        return replace(self, b=self.b.astype(dtype))
+
     def scaled(self, by: Any) -> Pair:
         """The product times a scalar: scales the factor of the wider dtype, or the smaller factor if both are equal."""
         same, wide = self.a.dtype == self.b.dtype, jnp.promote_types(self.a.dtype, self.b.dtype)
@@ -67,6 +73,7 @@ class Sum:
     old: Any  # the factor of the rows so far; None if they are not part of the sum
     new: list[Pair]
     turned: bool = False
+    dtype: Any = None  # of the value if it was converted
 
     @property
     def itself(self) -> bool:
@@ -92,15 +99,26 @@ class Sum:
     def plus(self, other: Sum, sign: int) -> Sum | None:
         base = self.base + sign * other.base
         apart = self.leaf and other.leaf and (self.leaf is not other.leaf or self.turned != other.turned)
-        if apart or base not in (0, 1):
+        rounded = any(each.leaf and each.dtype is not None for each in (self, other))
+        if apart or rounded or base not in (0, 1):
             return None
         owner = self if self.leaf else other
         old = [by for by in (self.old, other.old if other.old is None else sign * other.old) if by is not None]
         new = [*self.new, *(pair.scaled(sign) for pair in other.new)]
         return Sum(self.shape, owner.leaf, base, sum(old) if old else None, new, owner.turned)
 
+    def converted(self, dtype: Any) -> Sum | None:
+        """The sum in another dtype: of an unchanged matrix, or of products, one of whose factors is converted."""
+        if self.itself and self.dtype is None:
+            return replace(self, dtype=dtype)
+        return None if self.leaf else replace(self, dtype=dtype, new=[pair.converted(dtype) for pair in self.new])
+
     def value(self) -> Array:
         """Computes the sum and marks all its terms as seen."""
+        total = self._total()
+        return total if self.dtype is None else total.astype(self.dtype)
+
+    def _total(self) -> Array:
         total: Any = 0
         for pair in self.new:
             pair.seen.append(True)
@@ -241,6 +259,8 @@ def _linear(name: str, params: dict[str, Any], values: list, numbers: list, summ
             return a.plus(b, -1 if name == "sub" else 1)
     if name in ("copy", "copy_p"):
         return values[0]
+    if name == "convert_element_type":
+        return values[0].converted(params["new_dtype"])
     return None
 
 

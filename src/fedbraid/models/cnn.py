@@ -49,12 +49,14 @@ def emnist_cnn(
             "dense2": dense_init(fourth, 128, classes),
         }
 
-    def apply(params, x, key):
+    def features(params, x, key):
         keys = (None, None) if key is None else jax.random.split(key)
         x = as_floats(x, (height, width, channels))
         x = conv_relu(params["conv2"], conv_relu(params["conv1"], x), pool=True)
         x = layers.dropout(x.reshape(x.shape[0], -1), rates[0], keys[0])
-        x = layers.dropout(jax.nn.relu(dense(params["dense1"], x)), rates[1], keys[1])
-        return last.shape(dense(params["dense2"], x))
+        return layers.dropout(jax.nn.relu(dense(params["dense1"], x)), rates[1], keys[1])
 
-    return supervised(init, apply, last.score, targets=last.targets)
+    def apply(params, x, key):
+        return last.shape(dense(params["dense2"], features(params, x, key)))
+
+    return supervised(init, apply, last.score, targets=last.targets, features=features, head=("dense2",))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import numpy as np
 from fedbraid.lowering.operations import Dense
 from fedbraid.models.model import check_sizes
 
-__all__ = ["as_floats", "conv_init", "dense_init", "dropout", "glorot_uniform", "image_shape"]
+__all__ = ["as_floats", "batch_norm", "conv_init", "dense_init", "dropout", "glorot_uniform", "image_shape"]
 
 Array = jax.Array
 
@@ -55,6 +56,49 @@ def as_floats(x: Array, shape: Sequence[int]) -> Array:
     if math.prod(x.shape[1:]) != math.prod(shape):
         raise ValueError(f"this model takes examples of shape {tuple(shape)}, got a batch of shape {x.shape}")
     return x.reshape(x.shape[0], *shape)
+
+
+MOMENTUM, EPSILON = 0.1, 1e-5  # of batch normalisation, as in PyTorch
+
+
+def norm_init(channels: int) -> dict[str, Array]:
+    """A batch normalisation: scale 1, shift 0, running mean 0 and variance 1, all of shape [channels]."""
+    return {
+        "scale": jnp.ones(channels),
+        "shift": jnp.zeros(channels),
+        "mean": jnp.zeros(channels),
+        "variance": jnp.ones(channels),
+    }
+
+
+def batch_norm(layer: dict[str, Array], x: Array, mask: Array | None = None) -> tuple[Array, dict[str, Any]]:
+    """Batch normalisation over all axes but the last: (outputs, the layer's new statistics).
+
+    S. Ioffe, C. Szegedy. Batch Normalization: Accelerating Deep Network Training by Reducing Internal Covariate Shift.
+    ICML 2015. Padding does not count. The running statistics are exponential means with the weight 0.1 of the newest
+    batch, whose variance is divided by n - 1, as in PyTorch.
+
+    mask: [B], 1 for real examples, in training. Without it the running statistics are used, as in evaluation, and the
+        new statistics are the old ones.
+
+    >>> layer = norm_init(1)
+    >>> y, new = batch_norm(layer, jnp.array([[1.0], [3.0], [99.0]]), jnp.array([1.0, 1.0, 0.0]))
+    >>> y[:2, 0].round(3).tolist(), round(float(new["mean"][0]), 3), round(float(new["variance"][0]), 3)
+    ([-1.0, 1.0], 0.2, 1.1)
+    """
+    if mask is None:
+        mean, variance, new = layer["mean"], layer["variance"], {k: layer[k] for k in ("mean", "variance")}
+    else:
+        weight = jnp.broadcast_to(mask.reshape(-1, *[1] * (x.ndim - 1)), (*x.shape[:-1], 1)).astype(x.dtype)
+        axes, count = tuple(range(x.ndim - 1)), jnp.sum(weight)
+        mean = jnp.sum(x * weight, axes) / jnp.maximum(count, 1)
+        variance = jnp.sum(jnp.square(x - mean) * weight, axes) / jnp.maximum(count, 1)
+        unbiased = variance * count / jnp.maximum(count - 1, 1)
+        share = jnp.where(count > 0, MOMENTUM, 0).astype(x.dtype)  # a batch of padding changes nothing
+        pairs = {"mean": mean, "variance": unbiased}
+        new = {k: jax.lax.stop_gradient((1 - share) * layer[k] + share * v) for k, v in pairs.items()}
+    y = (x - mean) * jax.lax.rsqrt(variance + EPSILON)
+    return y * layer["scale"] + layer["shift"], new
 
 
 def dropout(x: Array, rate: float, key: Array | None) -> Array:

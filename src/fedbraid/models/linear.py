@@ -47,7 +47,9 @@ def least_squares(d: int, *, l2: float = 0.0, intercept: bool = False) -> Model:
     [-1.0, 0.0]
     """
     check_sizes(d=d)
-    return supervised(_zeros((d,), (), intercept), _linear(d), score_values, _l2_penalty(l2), Targets("values"))
+    return supervised(
+        _zeros((d,), (), intercept), _linear(d), score_values, _l2_penalty(l2), Targets("values"), _inputs(d)
+    )
 
 
 def logistic(d: int, *, l2: float = 0.0, intercept: bool = False) -> Model:
@@ -73,7 +75,9 @@ def logistic(d: int, *, l2: float = 0.0, intercept: bool = False) -> Model:
             "accuracy": (((outputs > 0) == (y > 0)) * mask, mask),
         }
 
-    return supervised(_zeros((d,), (), intercept), _linear(d), score, _l2_penalty(l2), Targets("two classes"))
+    return supervised(
+        _zeros((d,), (), intercept), _linear(d), score, _l2_penalty(l2), Targets("two classes"), _inputs(d)
+    )
 
 
 def one_versus_all(d: int, classes: int, *, l2: float = 0.0, intercept: bool = False) -> Model:
@@ -98,7 +102,9 @@ def one_versus_all(d: int, classes: int, *, l2: float = 0.0, intercept: bool = F
         }
 
     targets = Targets("classes", classes)
-    return supervised(_zeros((d, classes), (classes,), intercept), _linear(d), score, _l2_penalty(l2), targets)
+    return supervised(
+        _zeros((d, classes), (classes,), intercept), _linear(d), score, _l2_penalty(l2), targets, _inputs(d)
+    )
 
 
 def softmax_regression(d: int, classes: int, *, l2: float = 0.0) -> Model:
@@ -114,7 +120,9 @@ def softmax_regression(d: int, classes: int, *, l2: float = 0.0) -> Model:
     """
     check_sizes(d=d, classes=classes)
     last = head("classes", classes)
-    return supervised(_zeros((d, classes), (classes,), True), _linear(d), last.score, _l2_penalty(l2), last.targets)
+    return supervised(
+        _zeros((d, classes), (classes,), True), _linear(d), last.score, _l2_penalty(l2), last.targets, _inputs(d)
+    )
 
 
 def _zeros(w: tuple[int, ...], b: tuple[int, ...], intercept: bool) -> Callable[[Array], PyTree]:
@@ -127,6 +135,11 @@ def _linear(d: int) -> Callable[[PyTree, Array, Array | None], Array]:
         return dense(params, x) if "b" in params else product(x, params["w"])
 
     return apply
+
+
+def _inputs(d: int) -> Callable[[PyTree, Array, Array | None], Array]:
+    """The features of a model of one layer: its inputs."""
+    return lambda params, x, key: as_floats(x, (d,))
 
 
 def _l2_penalty(l2: Any) -> Callable[[PyTree], Array] | None:

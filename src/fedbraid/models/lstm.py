@@ -118,16 +118,26 @@ def _language_model(vocab, layers, hidden, embed, projection, uncounted, layer, 
         params |= {"projection": dense_init(middle, hidden, projection)} if projection else {}
         return params if start == "keras" else _as_haiku(key, params)
 
-    def apply(params, x, key):
+    def states(params, x):
         x = jnp.take(params["embedding"], x.T.astype(jnp.int32), axis=0)  # positions first, in all layers
         for cell in params["lstm"]:
             x = layer(cell, x)
         if projection:
             x = dense(params["projection"], x)
-        return dense(params["dense"], x).swapaxes(0, 1)
+        return x
+
+    def apply(params, x, key):
+        return dense(params["dense"], states(params, x)).swapaxes(0, 1)
 
     score = score_tokens.through(lambda score: partial(score, padding=PADDING, uncounted=uncounted))
-    return supervised(init, apply, score, targets=Targets("tokens", vocab))
+    return supervised(
+        init,
+        apply,
+        score,
+        targets=Targets("tokens", vocab),
+        head=("dense",),
+        features=lambda params, x, key: states(params, x).swapaxes(0, 1),
+    )
 
 
 def _as_haiku(key: Array, params: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A model is four pure functions over a pytree of arrays.
+"""A model is a few pure functions over a pytree of arrays.
 
 A *batch* is a dict of arrays with one leading axis of B examples, plus ``batch["mask"]`` of shape [B]: 1 for a real
 example, 0 for padding. Images and features are in ``batch["x"]``, targets in ``batch["y"]``.
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedbraid.local import APPLIES_MASK
+from fedbraid.local import APPLIES_MASK, HEAD, NORM, STATISTICS, Statistics
 from fedbraid.metric import Metric, Metrics, declared_by, declares
 from fedbraid.models.targets import Targets
 
@@ -30,7 +30,8 @@ class Model(NamedTuple):
     ``metrics`` and ``loss`` agree: ``total(metrics(params, batch)["loss"])`` is ``loss(params, batch, None)``, up to
     rounding. ``metrics`` is a `fedbraid.Metrics`, which declares whether higher or lower values are better. It may be a
     plain function if all its names are well known (`fedbraid.metric.KNOWN`). ``targets`` says which labels the model
-    can have, so that data is checked before training.
+    can have, so that data is checked before training. ``features`` is needed only by methods that compare
+    representations (MOON, FedProto).
 
     >>> import jax, jax.numpy as jnp
     >>> from fedbraid.models import softmax_regression, total
@@ -46,6 +47,7 @@ class Model(NamedTuple):
     metrics: Callable[[PyTree, Batch], dict[str, tuple[Array, Array]]]  # {name: (sums [B], weights [B])}
     predict: Callable[[PyTree, Array], Array]  # (params, x) -> logits or outputs, evaluation mode
     targets: Targets | None = None  # what the field y must be; None: not checked
+    features: Callable[[PyTree, Array], Array] | None = None  # (params, x) -> activations before the last layer
     merge: Callable[[PyTree], PyTree] | None = None  # (params) -> all weights, of a model with frozen parts; see `lora`
 
 
@@ -79,12 +81,28 @@ def total(metric: tuple[Array, Array]) -> Array:
     return ratio(jnp.sum(sums), jnp.sum(weights))
 
 
+class Normalised(NamedTuple):
+    """A network with batch normalisation in training mode.
+
+    statistics: names of the leaves of ``params`` that are running statistics.
+    train: (params, x, mask, key) -> (outputs, new statistics). It normalises over the rows whose mask is 1. The new
+    statistics have the structure of ``params``, with None at all other leaves.
+    """
+
+    statistics: tuple[str, ...]
+    train: Callable[[PyTree, Array, Array, Array], tuple[Array, PyTree]]
+
+
 def supervised(
     init: Callable[[Array], PyTree],
     apply: Callable[[PyTree, Array, Array | None], Any],
     per_example: Callable[[Any, Array, Array], Mapping[str, tuple[Array, Array]]],
     penalty: Callable[[PyTree], Array] | None = None,
     targets: Targets | None = None,
+    features: Callable[[PyTree, Array, Array | None], Array] | None = None,
+    head: tuple[str, ...] = (),
+    norm: tuple[str, ...] = (),
+    normalised: Normalised | None = None,
 ) -> Model:
     """A model from a network and a scorer. Masks, means and penalties are applied only here.
 
@@ -95,12 +113,24 @@ def supervised(
             A `fedbraid.Metrics` if it has names that are not well known.
         penalty: (params) -> scalar added to the mean loss, such as l2.
         targets: which labels the model can have.
+        features: (params, x, key) -> activations before the last layer; ``apply`` usually calls it.
+        head: names of the leaves of the last layer, for methods that treat it apart; empty if it is not known.
+        norm: names of the leaves of normalisation layers, statistics included.
+        normalised: how a network with batch normalisation is trained; None if it has none.
     """
 
     def loss(params: PyTree, batch: Batch, key: Array | None = None) -> Array:
-        outputs = apply(params, batch["x"], key)
-        value = total(per_example(outputs, batch["y"], mask_of(batch))["loss"])
-        return value if penalty is None else value + penalty(params)
+        return update(params, batch, key)[0]
+
+    def update(params: PyTree, batch: Batch, key: Array | None = None) -> tuple[Array, PyTree]:
+        """The loss, and the new statistics of batch normalisation; () without any, and in evaluation mode."""
+        mask, new = mask_of(batch), ()
+        if normalised is None or key is None:
+            outputs = apply(params, batch["x"], key)
+        else:
+            outputs, new = normalised.train(params, batch["x"], mask, key)
+        value = total(per_example(outputs, batch["y"], mask)["loss"])
+        return value if penalty is None else value + penalty(params), new
 
     def metrics(params: PyTree, batch: Batch) -> dict[str, tuple[Array, Array]]:
         scores = dict(per_example(apply(params, batch["x"], None), batch["y"], mask_of(batch)))
@@ -109,9 +139,15 @@ def supervised(
             scores["loss"] = (sums + weights * penalty(params), weights)
         return scores
 
-    setattr(loss, APPLIES_MASK, True)  # the scorer gets the mask, so engines need not check that padding is ignored
+    for function in (loss, update):
+        setattr(function, APPLIES_MASK, True)  # the scorer gets the mask: engines need not check padding
+    setattr(loss, HEAD, head)
+    setattr(loss, NORM, norm)
+    if normalised is not None:
+        setattr(loss, STATISTICS, Statistics(normalised.statistics, update))
     declared = Metrics(metrics, declared_by(per_example))
-    return Model(init, loss, declared, lambda params, x: apply(params, x, None), targets)
+    represent = features and (lambda params, x: features(params, x, None))
+    return Model(init, loss, declared, lambda params, x: apply(params, x, None), targets, represent)
 
 
 @declares(LOSS, ACCURACY)

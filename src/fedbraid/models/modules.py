@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from fedbraid.models.model import SCORES, Array, Batch, Model, PyTree, mask_of, supervised
+from fedbraid.local import leaf_names
+from fedbraid.models.model import SCORES, Array, Batch, Model, Normalised, PyTree, mask_of, supervised
 from fedbraid.models.targets import Targets
 
 Score = Callable[[Array, Array, Array], Mapping[str, tuple[Array, Array]]]
@@ -21,6 +22,7 @@ def from_functions(
     metrics: Callable[[PyTree, Batch], dict[str, tuple[Array, Array]]] | None = None,
     predict: Callable[[PyTree, Array], Array] | None = None,
     targets: Targets | None = None,
+    features: Callable[[PyTree, Array], Array] | None = None,
 ) -> Model:
     """A model from the user's own functions. The engine makes their convolutions fast (docs/lowering.md).
 
@@ -31,6 +33,7 @@ def from_functions(
             Use a `fedbraid.Metrics` to declare names that are not well known.
         predict: (params, x) -> outputs.
         targets: which labels the model can have, such as ``Targets("classes", 10)``; None: labels are not checked.
+        features: (params, x) -> activations before the last layer, for methods that compare them (MOON, FedProto).
 
     >>> import jax, jax.numpy as jnp
     >>> model = from_functions(lambda key: jnp.zeros(2), lambda p, batch, key: jnp.sum((p - batch["x"]) ** 2))
@@ -48,7 +51,7 @@ def from_functions(
     def no_predict(params: PyTree, x: Array) -> Array:
         raise ValueError("this model was made by from_functions without predict: pass predict=(params, x) -> outputs")
 
-    return Model(init, loss, metrics or loss_alone, predict or no_predict, targets)
+    return Model(init, loss, metrics or loss_alone, predict or no_predict, targets, features)
 
 
 def from_equinox(module: Any, *, score: str | Score = "classes", batched: bool = False) -> Model:
@@ -56,9 +59,12 @@ def from_equinox(module: Any, *, score: str | Score = "classes", batched: bool =
 
     ``params`` are the module's floating-point arrays; everything else in it is fixed. In training the module gets a
     ``key`` for each example if its call takes one. In evaluation it runs in ``equinox.nn.inference_mode``, without key.
+    The running statistics of ``equinox.nn.BatchNorm`` become leaves of ``params``, which methods with private leaves
+    (``fedbn``) keep on the clients; its call is ``module(x, state) -> (outputs, state)``, as in equinox.
 
     Args:
-        module: the module, or (key) -> module. A module starts with its own weights, for every seed.
+        module: the module, or (key) -> module. A module starts with its own weights, for every seed. With a state, as
+            ``equinox.nn.make_with_state`` makes it: (module, state), or (key) -> (module, state).
         score: ``"classes"`` (cross entropy, accuracy), ``"values"`` (squared and absolute error), ``"tokens"``
             (sequences, 0 is padding), or (outputs, y, mask) -> {name: (sums [B], weights [B])} with a metric
             ``"loss"``, as a `fedbraid.Metrics` if other names are not well known.
@@ -71,17 +77,26 @@ def from_equinox(module: Any, *, score: str | Score = "classes", batched: bool =
     """
     import equinox as eqx
 
-    make = (lambda key: module) if isinstance(module, eqx.Module) else module
-    if not callable(make):
+    from fedbraid.models import equinox_norm
+
+    given = module if isinstance(module, tuple) else (module, None)
+    made = module if callable(module) and not isinstance(module, eqx.Module) else lambda key: given
+    if not isinstance(given[0], eqx.Module) and not callable(given[0]):
         raise ValueError(f"from_equinox needs an equinox module or a function (key) -> module, got {module!r}")
-    sample = eqx.filter_eval_shape(make, jax.random.key(0)) if make is module else module
-    if not isinstance(sample, eqx.Module):
-        raise ValueError(f"from_equinox: the function returned a {type(sample).__name__}, not an equinox module")
+
+    def make(key: Array) -> Any:
+        found = made(key)
+        found, state = found if isinstance(found, tuple) else (found, None)
+        if not isinstance(found, eqx.Module):
+            raise ValueError(f"from_equinox: the function returned a {type(found).__name__}, not an equinox module")
+        return equinox_norm.with_own_statistics(found, state)
+
+    sample = make(jax.random.key(0))
     _refuse_state(sample, eqx)
-    takes_key = _takes(sample, "key")
+    takes_key, takes_state = _takes(sample, "key"), _takes(sample, "state")
 
     # Everything else in the module (functions, flags, integer tables) is the same for every key.
-    _, fixed = eqx.partition(make(jax.random.key(0)), eqx.is_inexact_array)
+    first, fixed = eqx.partition(sample, eqx.is_inexact_array)
 
     def init(key):
         return eqx.filter(make(key), eqx.is_inexact_array)
@@ -96,7 +111,42 @@ def from_equinox(module: Any, *, score: str | Score = "classes", batched: bool =
             return network(x, key=key)
         return jax.vmap(lambda one, k: network(one, key=k))(x, jax.random.split(key, x.shape[0]))
 
-    return supervised(init, apply, scorer(score), targets=targets_of(score))
+    if not any(map(equinox_norm.is_norm, jax.tree.leaves(first, is_leaf=equinox_norm.is_norm))):
+        return supervised(init, apply, scorer(score), targets=targets_of(score))
+    if batched or not takes_state:
+        raise ValueError(
+            f"{type(sample).__name__} has batch normalisation: its call must take one example and a state, (x, state), "
+            "and return (outputs, state), with batched=False"
+        )
+
+    def one(network: Any, x: Array, key: Array | None) -> Array:
+        return network(x, None, **({"key": key} if takes_key and key is not None else {}))[0]
+
+    def evaluate(params: PyTree, x: Array, key: Array | None) -> Array:
+        del key
+        network = eqx.nn.inference_mode(eqx.combine(params, fixed))
+        return jax.vmap(lambda x: one(network, x, None))(x)
+
+    def train(params: PyTree, x: Array, mask: Array, key: Array) -> tuple[Array, PyTree]:
+        network = eqx.combine(params, fixed)
+
+        def mapped(x: Array, weight: Array, key: Array) -> tuple[Array, Any]:
+            with equinox_norm.normalising(weight) as seen:
+                return one(network, x, key), seen
+
+        keys = jax.random.split(key, x.shape[0])
+        outputs, seen = jax.vmap(mapped, axis_name=equinox_norm.AXIS, out_axes=(0, None))(x, mask, keys)
+        return outputs, equinox_norm.new_statistics(params, seen)
+
+    layers = jax.tree.map(lambda n: n if equinox_norm.is_norm(n) else None, first, is_leaf=equinox_norm.is_norm)
+    return supervised(
+        init,
+        evaluate,
+        scorer(score),
+        targets=targets_of(score),
+        norm=tuple(leaf_names(layers)),
+        normalised=Normalised(tuple(leaf_names(equinox_norm.new_statistics(first, {}))), train),
+    )
 
 
 def from_flax(
@@ -232,6 +282,6 @@ def _refuse_state(module: Any, eqx: Any) -> None:
     leaves = jax.tree.leaves(module, is_leaf=lambda leaf: isinstance(leaf, eqx.nn.StateIndex))
     if any(isinstance(leaf, eqx.nn.StateIndex) for leaf in leaves):
         raise ValueError(
-            f"{type(module).__name__} keeps state (batch or spectral normalisation), which clients cannot average like "
-            "parameters; use group or layer normalisation"
+            f"{type(module).__name__} keeps state (such as spectral normalisation), which clients cannot average like "
+            "parameters; use group or layer normalisation. Batch normalisation is the one exception"
         )

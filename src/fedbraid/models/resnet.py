@@ -13,7 +13,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from fedbraid.lowering.operations import conv2d, dense, max_pool
+from fedbraid.lowering.operations import conv2d, dense, group_norm, max_pool
 from fedbraid.models.layers import as_floats, dense_init, glorot_uniform, image_shape
 from fedbraid.models.model import Array, Model, check_sizes, head, supervised
 
@@ -67,33 +67,26 @@ def resnet18_gn(
             before = out
         return params | {"dense": dense_init(next(keys), before, classes)}
 
-    def unit(params, x, stride):
+    def unit(params, x, stride, **after):
         # The padding of the original: k // 2 on every side, also under strides.
         x = conv2d(x, params["w"], stride=stride, padding=params["w"].shape[0] // 2)
-        return group_norm(x, params["scale"], params["shift"], groups)
+        return group_norm(x, params["scale"], params["shift"], groups, **after)
 
-    def apply(params, x, key):
-        x = jax.nn.relu(unit(params["stem"], as_floats(x, (rows, cols, channels)), stride))
+    def features(params, x, key):
+        x = unit(params["stem"], as_floats(x, (rows, cols, channels)), stride, relu=True)
         if stem == "large":
             x = max_pool(x, 2)
         for block, step in zip(params["blocks"], STRIDES, strict=True):
-            y = unit(block["two"], jax.nn.relu(unit(block["one"], x, step)), 1)
-            x = jax.nn.relu(y + (unit(block["shortcut"], x, step) if "shortcut" in block else x))
-        return last.shape(dense(params["dense"], x.mean((1, 2))))
+            past = unit(block["shortcut"], x, step) if "shortcut" in block else x
+            x = unit(block["two"], unit(block["one"], x, step, relu=True), 1, relu=True, residual=past)
+        return x.astype(jnp.float32).mean((1, 2))
 
-    return supervised(init, apply, last.score, targets=last.targets)
+    def apply(params, x, key):
+        return last.shape(dense(params["dense"], features(params, x, key)))
+
+    return supervised(init, apply, last.score, targets=last.targets, features=features, head=("dense",))
 
 
 def _unit_init(key: Array, window: int, channels: int, out: int) -> dict[str, Array]:
     kernel = glorot_uniform(key, (window, window, channels, out))
     return {"w": kernel, "scale": jnp.ones(out), "shift": jnp.zeros(out)}
-
-
-def group_norm(x: Array, scale: Array, shift: Array, groups: int, epsilon: float = 1e-5) -> Array:
-    """Normalises [B, H, W, C] to mean 0 and variance 1 over space and groups of channels, then scales and shifts."""
-    b, h, w, c = x.shape
-    grouped = x.reshape(b, h * w, groups, c // groups)
-    mean = grouped.mean((1, 3), keepdims=True)
-    variance = jnp.square(grouped - mean).mean((1, 3), keepdims=True)
-    grouped = (grouped - mean) * jax.lax.rsqrt(variance + epsilon)
-    return grouped.reshape(x.shape) * scale + shift

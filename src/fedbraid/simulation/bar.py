@@ -51,7 +51,8 @@ def news(now: Progress) -> str:
     'train/loss 0.500  test_accuracy 0.910  5.0 rounds/s'
     """
     shown = [name for name in now.row if name.endswith("/loss")][:1]
-    shown += [name for name in now.row if name in ("test_accuracy", "test_loss")][:1]
+    scores = ("test_personal_accuracy", "test_accuracy", "test_personal_loss", "test_loss")
+    shown += [name for name in scores if name in now.row][:1]
     words = [f"{name} {now.row[name]:.3f}" for name in shown]
     return "  ".join([*words, *([f"{now.round / now.seconds:.1f} rounds/s"] if now.seconds > 0 else [])])
 

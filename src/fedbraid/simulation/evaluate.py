@@ -17,7 +17,17 @@ import numpy as np
 from fedbraid.data.federated import Split
 from fedbraid.local import MASK
 from fedbraid.lowering import captured
-from fedbraid.metric import MEAN, WORST, WORST_TENTH, Metric, declared_by, metric_of_column, shown_values
+from fedbraid.metric import (
+    DEVIATION,
+    GINI,
+    MEAN,
+    WORST,
+    WORST_TENTH,
+    Metric,
+    declared_by,
+    metric_of_column,
+    shown_values,
+)
 
 __all__ = [
     "Evaluator",
@@ -175,15 +185,19 @@ def client_values(scores: Mapping[str, Any], declared: Iterable[Metric] = ()) ->
 
 
 def summarize(scores: Mapping[str, Any], prefix: str = "test_", declared: Iterable[Metric] = ()) -> dict[str, Any]:
-    """Scores as one row of columns: for every metric its value over all examples, and three statistics over clients.
+    """Scores as one row of columns: for every metric its value over all examples, and five statistics over clients.
 
     ``_client_mean`` is the mean of the clients' own values, ``_client_worst`` is the worst of them. A tenth of the
     clients are worse than ``_client_worst_tenth``: it is the 10th percentile if higher is better, the 90th if lower is
-    better. ``declared`` gives the direction of metrics that are not well known, and the metrics computed from others.
+    better. ``_client_deviation`` is the standard deviation of the clients' values, ``_client_gini`` their Gini
+    coefficient: half the mean absolute difference of two clients, divided by the mean; 0 means that all are equal. It
+    is nan if a value is negative. ``declared`` gives the direction of metrics that are not well known, and the metrics
+    computed from others.
 
     >>> scores = {"loss": jnp.array([[1.0, 6.0], [1.0, 2.0]])}  # one client with loss 1, another with 6 / 2
-    >>> {name: round(float(value), 2) for name, value in summarize(scores, "").items()}
-    {'loss': 2.33, 'loss_client_mean': 2.0, 'loss_client_worst_tenth': 2.8, 'loss_client_worst': 3.0}
+    >>> {name.removeprefix("loss"): round(float(value), 2) for name, value in summarize(scores, "").items()}
+    {'': 2.33, '_client_mean': 2.0, '_client_worst_tenth': 2.8, '_client_worst': 3.0, '_client_deviation': 1.0, \
+'_client_gini': 0.25}
     """
     row, declared = {}, tuple(declared)
     pooled = shown_values({name: jnp.sum(s[0], 0) / jnp.sum(s[1], 0) for name, s in scores.items()}, declared)
@@ -193,4 +207,18 @@ def summarize(scores: Mapping[str, Any], prefix: str = "test_", declared: Iterab
         row[prefix + name + MEAN] = jnp.nanmean(values)
         row[prefix + name + WORST_TENTH] = sign * jnp.nanpercentile(sign * values, 10)
         row[prefix + name + WORST] = sign * jnp.nanmin(sign * values)
+        row[prefix + name + DEVIATION] = jnp.nanstd(values)
+        row[prefix + name + GINI] = _gini(values)
     return row
+
+
+def _gini(values: Any) -> Any:
+    """The Gini coefficient of the clients' values; clients without a value (nan) do not count."""
+    there = jnp.isfinite(values)
+    n = jnp.sum(there)
+    ordered = jnp.sort(jnp.where(there, values, jnp.inf))  # the missing ones last
+    place = jnp.arange(1, len(values) + 1)
+    total = jnp.sum(jnp.where(there, values, 0))
+    ranked = jnp.sum(jnp.where(place <= n, (2 * place - n - 1).astype(values.dtype) * ordered, 0))
+    gini = ranked / jnp.where(total > 0, n.astype(values.dtype) * total, 1)
+    return jnp.where(jnp.any(there & (values < 0)) | (n == 0), jnp.nan, gini)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -16,10 +16,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fedbraid.data.store import gather
+from fedbraid.simulation.asynchrony import Jobs
 from fedbraid.simulation.devices import place, replicated, sharded
 from fedbraid.simulation.options import EngineOptions
 from fedbraid.simulation.plan import Load, Plan, Slots, cohorts_of, lay_out, steps_of
 from fedbraid.simulation.program import Task
+from fedbraid.simulation.timeline import Arrivals, RoundTime, Timeline
 
 __all__ = ["Feed", "Portion"]
 
@@ -32,6 +34,7 @@ class Portion(NamedTuple):
     slots: tuple[Slots, ...]
     arrays: tuple[dict[str, Any], ...]
     loads: list[list[Load]]  # [round][exchange]
+    times: list[RoundTime] | None = None  # of a run with simulated time
 
 
 class Feed:
@@ -47,30 +50,60 @@ class Feed:
         seed: int,
         window: int,
         stream: bool,
+        timeline: Callable[[int], Timeline] | None = None,
     ) -> None:
+        """timeline: makes the timeline of a seed, in a run with simulated time."""
         self.task, self.plan, self.mesh, self.options = task, plan, mesh, options
         self.alg, self.split = task.algorithm, task.data.train
         self.seed, self.stream = seed, stream
         self.window = 1 if stream else window  # largest number of rounds in a portion: the static length of the slots
+        self.timeline = timeline
+        self._timelines: dict[int, Timeline] = {}
         self._resident: dict[str, Any] | None = None
         self._rows = 0
 
     def with_plan(self, plan: Plan) -> Feed:
         """The same rounds under another plan. Data on the devices is reused."""
         sizes = {"seed": self.seed, "window": self.window, "stream": self.stream}
-        other = Feed(self.task, plan, self.mesh, self.options, **sizes)
+        other = Feed(self.task, plan, self.mesh, self.options, **sizes, timeline=self.timeline)
         other._resident = self._resident
         return other
+
+    def time(self, round_: int) -> RoundTime | None:
+        """What the timeline says about a round; None in a run without simulated time."""
+        if self.timeline is None:
+            return None
+        if self.seed not in self._timelines:
+            self._timelines = {self.seed: self.timeline(self.seed)}
+        return self._timelines[self.seed].at(round_)
 
     def layout(self, round_: int) -> list[tuple[Slots, Load]]:
         """The slots of every exchange of a round, with offsets into the arrays of the whole split."""
         population, laid_out = self.split.num_clients, []
-        cohorts = cohorts_of(self.alg, self.seed, round_, population, self.plan.cohort)
+        time = self.time(round_)
+        if time is None:
+            cohorts = cohorts_of(self.alg, self.seed, round_, population, self.plan.cohort)
+        else:
+            cohorts = list(time.ids)
         for exchange, ids in zip(self.alg.exchanges, cohorts, strict=True):
             starts = np.asarray(self.split.offsets[ids])
             sizes = np.asarray(self.split.offsets[ids + 1]) - starts
-            laid_out.append(lay_out(self.plan, ids, starts, sizes, steps_of(exchange.client, sizes), population))
+            slots, load = lay_out(self.plan, ids, starts, sizes, steps_of(exchange.client, sizes), population)
+            if time is not None and time.arrivals is not None:
+                slots = slots._replace(jobs=self._jobs(slots, time.arrivals, round_))
+            laid_out.append((slots, load))
         return laid_out
+
+    def _jobs(self, slots: Slots, arrivals: Arrivals, round_: int) -> Jobs:
+        """Which model the client of each slot was sent; empty slots have the newest."""
+        assert self.task.timing is not None
+        version, place = np.full(len(slots.ids), round_, np.int32), np.full(len(slots.ids), arrivals.store, np.int32)
+        order = np.argsort(arrivals.clients)
+        used = slots.ids < self.split.num_clients
+        at = order[np.searchsorted(arrivals.clients[order], slots.ids[used])]
+        version[used], place[used] = arrivals.versions[at], arrivals.places[at]
+        weight = self.task.timing.asynchrony.weights(round_ - version)
+        return Jobs(version, place, weight, np.full(self.plan.devices, arrivals.store, np.int32))
 
     def resident_arrays(self) -> dict[str, Any]:
         if self._resident is None:
@@ -92,16 +125,18 @@ class Feed:
         """Rounds ``first`` to ``first + number``, at most ``window`` of them."""
         layouts = [self.layout(first + i) for i in range(number)]
         loads = [[load for _, load in layout] for layout in layouts]
+        told = [self.time(first + i) for i in range(number)]
+        times = None if self.timeline is None else [time for time in told if time is not None]
         indices = range(len(self.alg.exchanges))
         if self.stream:
             blocks = [self._block(slots) for slots, _ in layouts[0]]
             slots = tuple(jax.tree.map(lambda leaf: leaf[None], block) for block, _ in blocks)
-            return Portion(first, 1, slots, tuple(arrays for _, arrays in blocks), loads)
+            return Portion(first, 1, slots, tuple(arrays for _, arrays in blocks), loads, times)
         padded = layouts + [layouts[-1]] * (self.window - number)
         slots = tuple(
             jax.tree.map(lambda *leaves: np.stack(leaves), *(layout[i][0] for layout in padded)) for i in indices
         )
-        return Portion(first, number, slots, tuple(self.resident_arrays() for _ in indices), loads)
+        return Portion(first, number, slots, tuple(self.resident_arrays() for _ in indices), loads, times)
 
     def _block(self, slots: Slots) -> tuple[Slots, dict[str, Any]]:
         """The examples of a cohort as one block of rows per device, and slots with offsets into the blocks.

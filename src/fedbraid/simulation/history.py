@@ -11,10 +11,20 @@ import numpy as np
 from fedbraid.core import is_traced
 from fedbraid.costs import Cost
 from fedbraid.simulation.plan import Load
+from fedbraid.simulation.timeline import RoundTime
 
-__all__ = ["History", "on_host"]
+__all__ = ["SIMULATED", "STALENESS", "History", "mean_staleness", "on_host"]
 
 Columns = dict[str, Any]
+SIMULATED = "simulated_seconds"  # column: simulated time at the end of the round, since the start
+STALENESS = "staleness"  # column: mean number of server steps since the clients were sent their models
+
+
+def mean_staleness(time: RoundTime) -> float:
+    """The mean staleness of the uploads of an asynchronous step; 0 without uploads."""
+    assert time.arrivals is not None
+    gaps = time.arrivals.number - time.arrivals.versions
+    return float(np.mean(gaps)) if len(gaps) else 0.0
 
 
 def on_host(value: Any) -> Any:
@@ -38,14 +48,19 @@ class History:
         self.steps = self.masked = 0
         self.imbalance = 0.0  # summed over rounds
 
-    def add_rounds(self, loads: list[list[Load]], log: Columns) -> None:
-        """Add completed rounds: their load by exchange, and the columns that the program returned."""
-        number = len(loads)
-        for exchange in self.traffic.exchanges:
+    def add_rounds(self, loads: list[list[Load]], log: Columns, times: list[RoundTime] | None = None) -> None:
+        """Add completed rounds: their load by exchange, the columns that the program returned, and simulated time."""
+        number, shape = len(loads), next(iter(log.values())).shape
+        for index, exchange in enumerate(self.traffic.exchanges):
             arrived = log[f"{exchange.name}/arrived"]
-            log[f"{exchange.name}/bytes_down"] = np.full(arrived.shape, self.cohort * float(exchange.down))
+            asked = self.cohort if times is None else np.array([float(time.asked[index]) for time in times])
+            log[f"{exchange.name}/bytes_down"] = np.zeros(arrived.shape) + asked * float(exchange.down)
             counted = arrived.astype(jnp.result_type(float)) if is_traced(arrived) else arrived
             log[f"{exchange.name}/bytes_up"] = counted * float(exchange.up)
+        if times is not None:
+            log[SIMULATED] = np.zeros(shape) + np.array([time.seconds for time in times])
+        if times is not None and all(time.arrivals is not None for time in times):
+            log[STALENESS] = np.zeros(shape) + np.array([mean_staleness(time) for time in times])
         self.logs.append(log)
         flat = [load for row in loads for load in row]
         self.steps += sum(load.steps for load in flat)

@@ -210,6 +210,8 @@ def watch_over(say: Callable[[str], None]) -> Callable[[], Any]:
     exception handler of Python runs, and jax prints only a stack trace. The parent then prints a readable message and
     exits with a normal status. The child must call the returned function once it has connected to the other hosts.
     """
+    if not hasattr(os, "fork"):  # Windows: jax's own stack trace must do
+        return lambda: None
     reads, writes = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # jax warns about forks, but its threads have not started yet

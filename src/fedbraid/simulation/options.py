@@ -26,12 +26,12 @@ class EngineOptions(LoweringOptions):
 
     plan: "sequential" runs one client at a time on each device, "chunks" runs padded chunks of clients under ``vmap``,
         "lanes" packs clients into parallel lanes. "auto" is sequential on a CPU and lanes on an accelerator.
-    chunk: number of clients (or lanes) at a time on each device; "auto" chooses by the memory of the device.
+    chunk [clients]: number of clients (or lanes) at a time on each device; "auto" chooses by the memory of the device.
         ``fedbraid tune-engine`` measures which plan and chunk are fastest. If a device runs out of memory, the chunk is
         halved and the round repeated.
-    devices: devices of each host to use; None uses all.
+    devices [devices]: devices of each host to use; None uses all.
     data_in: "device" copies all examples to the devices, "host" streams each cohort; "auto" copies if they fit.
-    ahead: cohorts of streamed examples that are gathered while another one trains.
+    ahead [cohorts]: cohorts of streamed examples that are gathered while another one trains.
     states_in: where client states are kept: "device", "host" (memory), or the path of a folder; "auto" chooses.
 
     >>> EngineOptions(plan="lanes", chunk=8).chunk

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from fedbraid.simulation.devices import client_mesh, free_memory, host_memory
 from fedbraid.simulation.options import EngineOptions
 from fedbraid.simulation.plan import Plan, choose_plan
 
-__all__ = ["Placement", "fits", "place_run", "states_on_host", "streams"]
+__all__ = ["Placement", "fits", "place_run", "states_on_host", "streams", "without_lanes"]
 
 PyTree = Any
 
@@ -48,17 +49,33 @@ class Placement(NamedTuple):
 
 
 def place_run(
-    alg: Algorithm, params: PyTree, data: Any, options: EngineOptions, cohort: int, states_beside: Path | None = None
+    alg: Algorithm,
+    params: PyTree,
+    data: Any,
+    options: EngineOptions,
+    cohort: int,
+    states_beside: Path | None = None,
+    *,
+    asynchronous: bool = False,
 ) -> Placement:
     """Where a run of ``alg`` is computed.
 
     data: federated data. states_beside: a folder for client states that fit neither the devices nor memory.
+    asynchronous: clients have different models, so the plan cannot be lanes.
     """
     split = data.train
     mesh = client_mesh(options.devices)
-    plan = choose_plan(alg, params, data, mesh, options, cohort)
+    plan = choose_plan(alg, params, data, mesh, without_lanes(options, mesh) if asynchronous else options, cohort)
     on_host, folder = states_on_host(alg, params, split.num_clients, options, mesh, states_beside)
     return Placement(mesh, plan, streams(options, split, mesh), on_host, folder)
+
+
+def without_lanes(options: EngineOptions, mesh: Mesh) -> EngineOptions:
+    """The options of an asynchronous run: lanes share one model, and here every client has its own."""
+    if options.plan == "lanes":
+        raise ValueError('plan = "lanes": clients of an asynchronous run have different models; use "chunks" or "auto"')
+    accelerated = mesh.local_devices[0].platform != "cpu"
+    return replace(options, plan="chunks") if options.plan == "auto" and accelerated else options
 
 
 def streams(options: EngineOptions, split: Split, mesh: Mesh) -> bool:

@@ -107,6 +107,7 @@ class Slots(NamedTuple):
     size: Any
     live: Any  # [devices] number of used slots; empty slots come after them
     lanes: tuple[Timetable, ...] = ()  # one per fold in the plan of lanes, else empty
+    jobs: Any = ()  # of an asynchronous run: Jobs, which model each client was sent
 
 
 class Load(NamedTuple):

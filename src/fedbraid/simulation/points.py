@@ -31,6 +31,7 @@ from fedbraid.data.federated import FederatedData, Split
 from fedbraid.lowering import captured, lower_metrics, notice_unmet
 from fedbraid.metric import declared_by, is_client_column
 from fedbraid.simulation import checkpoint
+from fedbraid.simulation.asynchrony import Versions, no_past
 from fedbraid.simulation.devices import client_mesh, replicated, sharded, total_memory
 from fedbraid.simulation.evaluate import client_values, in_batches, score, summarize
 from fedbraid.simulation.feed import Feed
@@ -38,12 +39,14 @@ from fedbraid.simulation.history import History
 from fedbraid.simulation.loop import RoundLoop, Schedule
 from fedbraid.simulation.options import EngineOptions
 from fedbraid.simulation.padding import check_padding, recorded_losses
-from fedbraid.simulation.placement import states_on_host, streams
+from fedbraid.simulation.personal import Layout, PersonalEvaluator, has_own_models, layout_of, score_blocks
+from fedbraid.simulation.placement import states_on_host, streams, without_lanes
 from fedbraid.simulation.plan import Plan, choose_plan, steps_of
 from fedbraid.simulation.points_result import PointsResult, joined
 from fedbraid.simulation.program import Program, Task, compile_rounds
 from fedbraid.simulation.result import Checkpoints
 from fedbraid.simulation.rounds import WINDOW, CompiledRounds, Start, strong
+from fedbraid.simulation.timing import check_timing, timelines
 
 __all__ = ["PointTask", "Points", "PointsResult", "Study"]
 
@@ -139,13 +142,22 @@ class Points:
         with recorded_losses() as losses:
             self.traffic = cost(alg, params, study.data)
         check_padding(losses, alg, params, split)
+        task = self.base.task
+        check_timing(task, params)
+        if task.timing is not None:
+            cohort = task.timing.uploads
+        options = without_lanes(options, self.inner) if task.is_asynchronous else options
         self.plan = choose_plan(alg, params, study.data, self.inner, options, cohort)
         if self.plan.kind == "lanes" and options.chunk == "auto" and points > 1:
             self.plan = self.plan._replace(chunk=min(self.plan.chunk, _useful_lanes(self.plan, alg, split)))
         notice_unmet(alg, params, data_shapes(study.data), options, self.plan.lanes)
         window = min(WINDOW, schedule.rounds, schedule.evaluate_every or schedule.rounds)
-        task = self.base.task
-        self.feed = Feed(task, self.plan, self.mesh, options, seed=self.seeds[0], window=window, stream=self.stream)
+        timeline = timelines(task, self.traffic)
+        sizes: dict[str, Any] = {"seed": self.seeds[0], "window": window, "stream": self.stream}
+        self.feed = Feed(task, self.plan, self.mesh, options, **sizes, timeline=timeline)
+        self.places = 0
+        if task.is_asynchronous and timeline is not None:
+            self.places = max(timeline(seed).places(schedule.rounds) for seed in self.seeds)
         for seed in self.seeds:
             self.feed.seed = seed
             self.feed.reserve(range(schedule.rounds))
@@ -153,6 +165,9 @@ class Points:
         self.test = None if test is None else jax.device_put(in_batches(test), replicated(self.mesh))
         self.clients = 0 if test is None else test.num_clients
         self.params_bytes = nbytes(params)
+        self.own: Layout | None = None
+        if test is not None and has_own_models(alg, study.data, test):
+            self.own = layout_of(test, alg, params)
         self._fit(points if most is None else min(points, most))
 
     # -- programs
@@ -181,6 +196,11 @@ class Points:
         """`_start` for all points. It is made once: a new function would be compiled again in every run."""
         return self._mapped(self._start, (0, None))
 
+    def _no_past(self, server: PyTree) -> PyTree:
+        """Places for the past models of all points; None if the run is not asynchronous."""
+        alg = self.base.task.algorithm
+        return jax.vmap(lambda one: no_past(alg, one, self.places))(server) if self.places else None
+
     def _rounds(self, plan: Plan, values: Any, server: Any, states: Any, *rest: Any) -> Any:
         task = self._point(values).task
         return compile_rounds(task, plan, self.inner, self.options, local=self.stream).rounds(server, states, *rest)
@@ -205,6 +225,20 @@ class Points:
             clients = {self.study.prefix + n: values for n, values in client_values(scores, declared).items()}
         return row, clients, finite(params)
 
+    def _look_own(self, values: Any, test: Any, server: PyTree, states: PyTree, blocks: Any) -> Any:
+        """Scores of a chunk of the clients' own models."""
+        point = self._point(values)
+        assert self.own is not None
+        assert point.metrics is not None
+        metrics, prepare = lower_metrics(point.metrics, self.options), point.task.data.preprocess
+        alg = point.task.algorithm
+        return score_blocks(metrics, alg, server, states, test[0], blocks, layout=self.own, preprocess=prepare)
+
+    @functools.cached_property
+    def _looking_own(self) -> Callable:
+        """`_look_own` for all points, made once. States that are on the host have the clients before the points."""
+        return self._mapped(self._look_own, (0, None, 0, 1 if self.on_host else 0, None))
+
     def _mapped(self, function: Callable, in_axes: tuple, out_axes: Any = 0) -> Any:
         """``function`` mapped over points. Arguments with axis None are shared by all points."""
         mapped = jax.vmap(function, in_axes=in_axes, out_axes=out_axes)
@@ -228,6 +262,7 @@ class Points:
             return jax.tree.map(shape, tree)
 
         server, client = jax.eval_shape(start, values, params)
+        past = jax.eval_shape(self._no_past, server)
         server, states = placed(server), placed(client, self.study.data.train.num_clients)
         look = self._mapped(self._look, (0, 0, None)).lower(values, server, self.test).compile()
         if self.on_host:  # exchanges compile when they are first called
@@ -236,7 +271,8 @@ class Points:
         arrays = jax.device_put(portion.arrays, sharded(self.mesh)) if self.stream else portion.arrays
         number, key = np.int32(0), self._put(jax.random.key(0))
         rounds = self._mapped_rounds(self.plan)
-        rounds = rounds.lower(values, server, states, arrays, portion.slots, number, number, key).compile()
+        carried = server if past is None else Versions(server, placed(past))
+        rounds = rounds.lower(values, carried, states, arrays, portion.slots, number, number, key).compile()
         return rounds, look, max(_memory(rounds), _memory(look))
 
     def _mapped_rounds(self, plan: Plan) -> Any:
@@ -363,6 +399,8 @@ class Points:
         RoundLoop(driver, schedule, tell).run()
         if watch.finite is None and driver.scorer is not None:  # resumed after the last round: nothing was evaluated
             driver.scorer(driver.server)
+            if driver.personal is not None:
+                driver.personal(driver.server, driver.read_states)
         new = self._result(driver, watch).take(np.arange(real))
         if keep:
             new = new._replace(carry=self._carry(driver, real))
@@ -375,7 +413,7 @@ class Points:
         params = self._put(self.base.init(seed))
         server, client = self._starting(values, params)
         folder = None if self.folder is None else self.folder / f"points-{seed}"
-        begin = Start(server, client, self.on_host, folder)
+        begin = Start(server, client, self.on_host, folder, self._no_past(server))
         driver = CompiledRounds(
             self._bound(values),
             self.feed,
@@ -385,8 +423,9 @@ class Points:
             sharding=self.sharding,
         )
         if start is not None:
-            server, states = jax.tree.map(lambda leaf: leaf[rows], start.carry)
+            server, states, past = jax.tree.map(lambda leaf: leaf[rows], start.carry)
             driver.server, driver.done = jax.device_put(server, self.sharding), start.rounds
+            driver.past = None if past is None else jax.device_put(past, self.sharding)
             if driver.host_states is not None:
                 everyone = np.arange(self.feed.split.num_clients)
                 driver.host_states.write(everyone, jax.tree.map(lambda leaf: np.moveaxis(leaf, 1, 0), states))
@@ -395,15 +434,19 @@ class Points:
         jax.block_until_ready((driver.server, driver.states))
         watch = _Watch(time.perf_counter())
         driver.scorer = lambda server: watch.note(jax.block_until_ready(self.look(values, server, self.test)))
+        if self.own is not None:
+            look = functools.partial(self._looking_own, values, self.test)
+            own = PersonalEvaluator(look, self.own, declared_by(self.base.metrics))
+            driver.personal = own.of_points(self.study.prefix, watch.own.update)
         return driver, watch
 
     def _carry(self, driver: CompiledRounds, real: int) -> Any:
-        """(server, states) of the first ``real`` points as NumPy arrays."""
+        """(server, states, past models) of the first ``real`` points as NumPy arrays."""
         states = driver.states
         if driver.host_states is not None:
             read = driver.host_states.read(np.arange(self.feed.split.num_clients))
             states = jax.tree.map(lambda leaf: np.moveaxis(np.asarray(leaf), 0, 1), read)
-        return jax.tree.map(lambda leaf: np.asarray(leaf)[:real], (driver.server, states))
+        return jax.tree.map(lambda leaf: np.asarray(leaf)[:real], (driver.server, states, driver.past))
 
     def _result(self, driver: CompiledRounds, watch: _Watch) -> PointsResult:
         history, evaluations = driver.history.rounds(), driver.history.evaluated()
@@ -418,7 +461,7 @@ class Points:
             driver.done,
             {name: np.asarray(column) for name, column in history.items()},
             evaluations,
-            {name: np.asarray(column) for name, column in watch.clients.items()},
+            {name: np.asarray(column) for name, column in (watch.clients | watch.own).items()},
             stuck | ~np.asarray(watch.finite) | ~np.all([np.isfinite(c).all(1) for c in pooled], 0),
             seconds,
         )
@@ -430,6 +473,7 @@ class _Watch:
     def __init__(self, began: float) -> None:
         self.began = began
         self.clients: dict[str, Any] = {}
+        self.own: dict[str, Any] = {}  # the same of the clients' own models
         self.finite: Any = None
 
     def note(self, seen: tuple) -> dict[str, Any]:

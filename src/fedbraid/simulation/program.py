@@ -23,11 +23,13 @@ from fedbraid.data.federated import FederatedData
 from fedbraid.local import LocalWork
 from fedbraid.lowering import captured, lower
 from fedbraid.simulation.arrival import Arrival, everyone
+from fedbraid.simulation.asynchrony import Versions
 from fedbraid.simulation.devices import AXIS, replicated
 from fedbraid.simulation.lanes import run_on_lanes
 from fedbraid.simulation.options import EngineOptions
 from fedbraid.simulation.plan import Plan, Slots
 from fedbraid.simulation.tally import SharedInputs, Sizes, Tally, add_client, only, server_step, total, zero_tally
+from fedbraid.simulation.timeline import Timing
 
 __all__ = ["Program", "Task", "compile_rounds"]
 
@@ -36,15 +38,24 @@ PyTree = Any
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What a program computes: an algorithm on data, with an arrival model."""
+    """What a program computes: an algorithm on data, with an arrival model, and simulated time if there is a clock."""
 
     algorithm: Algorithm
     data: FederatedData
     arrival: Arrival = everyone
+    timing: Timing | None = None
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether clients may work on an older model than the server's: programs then carry `Versions`."""
+        return self.timing is not None and self.timing.asynchrony.is_asynchronous
 
 
 class Program(NamedTuple):
-    """Compiled rounds of one task under one plan. If several points run together, they are the first axis of arrays."""
+    """Compiled rounds of one task under one plan. If several points run together, they are the first axis of arrays.
+
+    The server of an asynchronous task is a `Versions`.
+    """
 
     rounds: Callable
     # (server, states, arrays, slots, first round, number of rounds, seed key) -> (server, states, log)
@@ -106,8 +117,13 @@ class _Rounds:
         self, index: int, server: PyTree, states: PyTree, arrays: PyTree, slots: Slots, round_: Any, seed_key: Any
     ) -> tuple[PyTree, PyTree, dict[str, Any]]:
         """One exchange. ``states`` are those of the cohort, by slot."""
-        exchange = self.task.algorithm.exchanges[index]
+        exchange, past = self.task.algorithm.exchanges[index], None
         key = address.exchange_key(seed_key, round_, index)
+        down = exchange.send(server.server if isinstance(server, Versions) else server)
+        if isinstance(server, Versions):
+            place = slots.jobs.store[0]
+            past = jax.tree.map(lambda all_, new: all_.at[place].set(new), server.past, down)
+            server = server.server
         spread = partial(self.on_device, index)
         if self.plan.devices > 1:
             one, many = P(), P(AXIS)
@@ -115,26 +131,32 @@ class _Rounds:
             spread = jax.shard_map(
                 spread,
                 mesh=self.mesh,
-                in_specs=(one, many if self.local else one, many, many, one, one),
+                in_specs=((one, one), many if self.local else one, many, many, one, one),
                 out_specs=(Tally(each, each, one, one, cast(Any, one)), many),
                 check_vma=False,
             )
-        tally, states = spread(exchange.send(server), arrays, slots, states, key, seed_key)
+        tally, states = spread((down, past), arrays, slots, states, key, seed_key)
         weight, sizes = jnp.sum(tally.weight), Sizes(self.task.data.train.num_clients, self.plan.cohort)
         server, logs = server_step(exchange, server, tally[:3], sizes, key, address.server_noise(key))
         row = {f"{exchange.name}/{k}": v / jnp.where(weight > 0, weight, jnp.nan) for k, v in tally.metrics.items()}
         row |= {f"{exchange.name}/{name}": value for name, value in logs.items()}
         row |= {f"{exchange.name}/arrived": tally.count, f"{exchange.name}/refused": tally.refused}
-        return server, states, row
+        return server if past is None else Versions(server, past), states, row
 
     def on_device(
-        self, index: int, down: PyTree, arrays: PyTree, slots: Slots, states: PyTree, key: Any, seed_key: Any
+        self, index: int, downs: tuple, arrays: PyTree, slots: Slots, states: PyTree, key: Any, seed_key: Any
     ) -> tuple[Tally, PyTree]:
-        """Run the clients of one device by the plan, and sum their tally over the devices."""
+        """Run the clients of one device by the plan, and sum their tally over the devices.
+
+        downs: the message of the current model, and of an asynchronous task those of past models, by place.
+        """
         exchange, plan = self.task.algorithm.exchanges[index], self.plan
         cap = int(self.task.data.train.sizes.max())
         preprocess = self.task.data.preprocess
-        shared = SharedInputs(exchange, self.task.arrival, down, key, seed_key, arrays, cap, preprocess, slots)
+        down, past = downs
+        shared = SharedInputs(exchange, self.task.arrival, down, key, seed_key, arrays, cap, preprocess, slots, past)
+        if self.task.timing is not None:
+            shared = shared._replace(asynchrony=self.task.timing.asynchrony)
         gather = exchange.reducer.kind == "gather"
         if plan.kind == "sequential":
             tally, states = _sequential(shared, gather, states)

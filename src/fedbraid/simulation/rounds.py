@@ -16,9 +16,11 @@ import numpy as np
 from fedbraid.core import Algorithm, is_traced
 from fedbraid.notices import notice
 from fedbraid.simulation import checkpoint, hosts
+from fedbraid.simulation.asynchrony import Versions
 from fedbraid.simulation.devices import place, replicated
 from fedbraid.simulation.feed import Feed, Portion
 from fedbraid.simulation.history import History, on_host
+from fedbraid.simulation.personal import read_states
 from fedbraid.simulation.plan import Plan
 from fedbraid.simulation.program import Program
 from fedbraid.simulation.states import HostStates
@@ -76,12 +78,14 @@ class Start(NamedTuple):
     server, client: the first states of the server and of every client. If several points run together, they are the
         first axis of both.
     on_host, folder: whether the host keeps the client states, and in which folder (None: in memory).
+    past: of an asynchronous run: places for the models that clients work on.
     """
 
     server: PyTree
     client: PyTree
     on_host: bool = False
     folder: Path | None = None
+    past: PyTree = None
 
 
 class CompiledRounds:
@@ -91,7 +95,8 @@ class CompiledRounds:
     points: number of points that run together; None for a single run, whose arrays have no axis of points.
     sharding: of the server and the client states.
 
-    Attributes to set: scorer is (server) -> scores; checkpoints is the folder of checkpoints; run is what determines
+    Attributes to set: scorer is (server) -> scores; personal is (server, function from numbers of clients to their
+    states) -> scores of the clients' own models; checkpoints is the folder of checkpoints; run is what determines
     the results, for checkpoints; seconds is the time that one compiled call should take; evaluated is called after
     every evaluation.
     """
@@ -108,6 +113,7 @@ class CompiledRounds:
     ) -> None:
         self.programs, self.feed, self.history, self.points = programs, feed, history, points
         self.scorer: Callable[[PyTree], dict[str, Any]] | None = None
+        self.personal: Callable[[PyTree, Callable], dict[str, Any]] | None = None
         self.checkpoints: Path | None = None
         self.run: dict[str, Any] = {}
         self.seconds = CALL
@@ -129,6 +135,7 @@ class CompiledRounds:
     def _begin(self, start: Start) -> None:
         population, axis = self.feed.split.num_clients, 0 if self.points is None else 1
         self.server = self._placed(strong(start.server))
+        self.past = None if start.past is None else self._placed(start.past)
         self.first = strong(start.client)
         self.host_states = HostStates(self.first, population, start.folder) if start.on_host else None
         self.states: PyTree = ()
@@ -178,7 +185,7 @@ class CompiledRounds:
 
     def time_rounds(self, number: int) -> None:
         """Compute the first ``number`` rounds and discard the results. Device errors are raised, not handled."""
-        server, states, history, self.done = self.server, self.states, self.history, 0
+        server, past, states, history, self.done = self.server, self.past, self.states, self.history, 0
         self.history = History(history.traffic, history.cohort)
         self._end = number
         try:
@@ -187,7 +194,7 @@ class CompiledRounds:
                 self._run(portion)
         finally:
             self.close()
-            self.server, self.states, self.history, self.done = server, states, history, 0
+            self.server, self.past, self.states, self.history, self.done = server, past, states, history, 0
 
     def reserve(self, rounds: int) -> None:
         """Set the total number of rounds, so that blocks of streamed data are large enough for all of them."""
@@ -206,26 +213,35 @@ class CompiledRounds:
             for i in range(portion.number):
                 row = self._round_on_host(portion, i)
                 log = {name: on_host(value)[..., None] for name, value in row.items()}
-                self._record(portion.loads[i : i + 1], log)
+                self._record(portion.loads[i : i + 1], log, portion.times and portion.times[i : i + 1])
             return
         # buffers are not donated: after an out-of-memory error the server and the states are still needed
         server, states, log = self.program.rounds(
-            self.server, self.states, portion.arrays, portion.slots, portion.first, portion.number, self.seed_key
+            self._carried(), self.states, portion.arrays, portion.slots, portion.first, portion.number, self.seed_key
         )
         log = {name: on_host(column)[..., : portion.number] for name, column in log.items()}
         _wait((server, states))
-        self.server, self.states = server, states
-        self._record(portion.loads, log)
+        self.states = states
+        self._carry_on(server)
+        self._record(portion.loads, log, portion.times)
 
-    def _record(self, loads: list, log: dict[str, Any]) -> None:
-        self.history.add_rounds(loads, log)
+    def _carried(self) -> PyTree:
+        """What a program gets as the server: of an asynchronous run, also the models that clients work on."""
+        return self.server if self.past is None else Versions(self.server, self.past)
+
+    def _carry_on(self, carried: PyTree) -> None:
+        """Take over what a program returned as the server."""
+        self.server, self.past = (carried, None) if self.past is None else carried
+
+    def _record(self, loads: list, log: dict[str, Any], times: list | None = None) -> None:
+        self.history.add_rounds(loads, log, times)
         self.done += len(loads)
 
     def _round_on_host(self, portion: Portion, i: int) -> dict[str, Any]:
         """Round ``i`` of a portion with the states on the host. If one exchange fails, the whole round is undone."""
         assert self.host_states is not None
         row: dict[str, Any] = {}
-        server, undo = self.server, []
+        server, undo = self._carried(), []
         try:
             for index, slots in enumerate(portion.slots):
                 here = jax.tree.map(lambda leaf: leaf[i], slots)
@@ -241,7 +257,7 @@ class CompiledRounds:
             for ids, before in reversed(undo):
                 self._keep(ids, before)
             raise
-        self.server = server
+        self._carry_on(server)
         return row
 
     def _keep(self, ids: np.ndarray, states: PyTree) -> None:
@@ -276,11 +292,19 @@ class CompiledRounds:
     # -- evaluation and checkpoints
 
     def evaluate(self) -> None:
-        """Evaluate the server's model and keep the scores."""
+        """Evaluate the server's model, and the clients' own ones if there are any, and keep the scores."""
         if self.scorer is not None:
-            self.history.add_evaluation(self.done, self.scorer(hosts.local(self.server)))
+            server = hosts.local(self.server)
+            own = {} if self.personal is None else self.personal(server, self.read_states)
+            self.history.add_evaluation(self.done, self.scorer(server) | own)
             if self.evaluated is not None:
                 self.evaluated()
+
+    def read_states(self, ids: np.ndarray) -> PyTree:
+        """The states of clients ``ids``, stacked; on the devices the axis of points comes before that of clients."""
+        if self.host_states is not None:
+            return hosts.agreed(self.host_states.read(ids))
+        return read_states(hosts.local(self.states), 0 if self.points is None else 1)(ids)
 
     def save(self) -> None:
         """Write a checkpoint. With several hosts, only the first one writes."""
@@ -293,12 +317,16 @@ class CompiledRounds:
             "plan": np.frombuffer(json.dumps(self.feed.plan.record()).encode(), np.uint8),
             **self.history.export(),
         }
+        if self.past is not None:
+            tree["past"] = checkpoint.pack(hosts.local(self.past))
         checkpoint.save(self.checkpoints, self.done, tree, run=self.run)
 
     def restore(self, done: int, tree: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
         self.done = done
         self.server = self._placed(checkpoint.unpack(self.server, tree["server"] or {}, "server state"))
+        if self.past is not None:
+            self.past = self._placed(_widened(self.past, tree["past"] or {}, 0 if self.points is None else 1))
         saved = tree["states"] or {}
         if self.host_states:
             if hosts.is_first():  # the other hosts get the states from it
@@ -313,6 +341,18 @@ class CompiledRounds:
             return checkpoint.unpack(self.states, saved, "client states")
         dense = HostStates(self.first, self.feed.split.num_clients).dense(saved)
         return dense if self.points is None else jax.tree.map(lambda leaf: np.moveaxis(leaf, 0, 1), dense)
+
+
+def _widened(past: PyTree, saved: dict[str, Any], axis: int) -> PyTree:
+    """Saved past models in the places of this run, which has more of them if it has more rounds."""
+    leaves = jax.tree.leaves(past)
+
+    def fit(raw: np.ndarray, leaf: Any) -> np.ndarray:
+        missing = [(0, max(0, leaf.shape[axis] - raw.shape[axis]) if i == axis else 0) for i in range(raw.ndim)]
+        return np.pad(raw, missing)[(slice(None),) * axis + (slice(leaf.shape[axis]),)]
+
+    fitted = {name: fit(np.asarray(saved[name]), leaf) for name, leaf in zip(sorted(saved), leaves, strict=False)}
+    return checkpoint.unpack(past, fitted, "past models")
 
 
 def _traced(tree: PyTree) -> bool:

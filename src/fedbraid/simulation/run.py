@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,22 @@ from fedbraid.lowering import lower_metrics, notice_unmet
 from fedbraid.notices import notice
 from fedbraid.simulation import checkpoint, hosts
 from fedbraid.simulation.arrival import Arrival, everyone
+from fedbraid.simulation.asynchrony import Asynchrony, no_past
 from fedbraid.simulation.bar import progress_bar
+from fedbraid.simulation.clock import Clock
 from fedbraid.simulation.evaluate import evaluator, metrics_of
 from fedbraid.simulation.feed import Feed
 from fedbraid.simulation.history import History
 from fedbraid.simulation.loop import RoundLoop, Schedule
 from fedbraid.simulation.options import EngineOptions, engine_options
 from fedbraid.simulation.padding import check_padding, recorded_losses
+from fedbraid.simulation.personal import has_own_models, personal_evaluator
 from fedbraid.simulation.placement import Placement, place_run
 from fedbraid.simulation.program import Task, compile_rounds
 from fedbraid.simulation.result import Checkpoints, Info, Progress, Result
 from fedbraid.simulation.rounds import CALL, LOOK, WINDOW, CompiledRounds, Start
 from fedbraid.simulation.states import damage
+from fedbraid.simulation.timing import check_timing, timelines, timing_of
 
 __all__ = ["check_cohort", "federated_data", "simulate"]
 
@@ -46,6 +51,8 @@ def simulate(
     metrics: Callable | None = None,
     eval_every: int | None = None,
     arrival: Arrival = everyone,
+    clock: Clock | None = None,
+    asynchrony: Asynchrony | None = None,
     checkpoints: Checkpoints | None = None,
     on_progress: Callable[[Progress], bool | None] | None = None,
     progress: bool = False,
@@ -56,7 +63,12 @@ def simulate(
 
     metrics: ``(params, batch) -> {name: (sums, weights)}``, evaluated on ``data.test`` every ``eval_every`` rounds
         (default: at the end only) and after the last. Use :class:`fedbraid.Metrics` for names that are not well known.
+        If the algorithm has an own model for every client (``personal``) and ``data.test`` has the same clients, the
+        own models are evaluated too, each on its client's test examples: columns such as ``test_personal_accuracy``.
     arrival: which uploads arrive.
+    clock: the devices of the clients; the history then has a column ``simulated_seconds``.
+    asynchrony: when the server takes a step, such as ``fedbuff(10)``; default: after a round of all clients. A round
+        of the history is then a server step, and ``cohort`` clients work at the same time.
     checkpoints: where and how often the run is saved.
     on_progress: called about four times per second, or after each round if rounds take longer. If it returns True, the
         run ends after a checkpoint.
@@ -78,6 +90,7 @@ def simulate(
     task = Task(alg, federated_data(data), arrival)
     check_count("rounds", rounds)
     size = check_cohort(task.data.train, cohort)
+    task = replace(task, timing=timing_of(clock, asynchrony, size))
     if eval_every is not None:
         check_count("eval_every", eval_every)
     if metrics is not None:
@@ -87,17 +100,21 @@ def simulate(
     with recorded_losses() as losses:
         traffic = cost(alg, params, task.data)  # also checks the structure of the algorithm, before anything compiles
     check_padding(losses, alg, params, task.data.train)
+    check_timing(task, params)
     _notice_unused_state(alg, params, task.data.train.num_clients, rounds, size)
 
     beside = None if checkpoints is None else checkpoints.folder.with_name("states")
     split = task.data.train
-    run = {"seed": seed, "cohort": size, "clients": split.num_clients, "examples": split.num_examples}
+    run: dict[str, Any] = {"seed": seed, "cohort": size, "clients": split.num_clients, "examples": split.num_examples}
+    if task.timing is not None:
+        run["timing"] = str(task.timing)
     if checkpoints is not None:
         run |= dict(checkpoints.run or {})
     saved = _saved(checkpoints, run, [p for p in (how.states_folder, beside) if p], lambda: alg.init_client(params))
     if saved is not None and saved[0] > rounds:
         raise ValueError(f"rounds = {rounds}, but the checkpoint to resume from is already after round {saved[0]}")
-    placement = place_run(alg, params, task.data, how, size, beside)
+    taken = size if task.timing is None else task.timing.uploads
+    placement = place_run(alg, params, task.data, how, taken, beside, asynchronous=task.is_asynchronous)
     if saved is not None:
         placement = placement.resumed(how, saved[1])
     notice_unmet(alg, params, data_shapes(task.data), how, placement.plan.lanes)
@@ -107,6 +124,7 @@ def simulate(
         driver.checkpoints, driver.run = checkpoints.folder, run
     if metrics is not None:
         driver.scorer = _scorer(metrics, task, how)
+        driver.personal = _own_scorer(metrics, task, params, how)
     schedule = Schedule(
         rounds,
         None if metrics is None else eval_every or rounds,
@@ -180,8 +198,12 @@ def compiled_rounds(
     """The driver of a run, before its first round."""
     alg, mesh, plan = task.algorithm, placement.mesh, placement.plan
     window = min(WINDOW, rounds) if window is None else window
-    feed = Feed(task, plan, mesh, options, seed=seed, window=window, stream=placement.stream)
+    timeline = timelines(task, traffic)
+    feed = Feed(task, plan, mesh, options, seed=seed, window=window, stream=placement.stream, timeline=timeline)
     start = Start(alg.init(params), alg.init_client(params), placement.on_host, placement.folder)
+    if task.is_asynchronous:
+        assert timeline is not None
+        start = start._replace(past=no_past(alg, start.server, timeline(seed).places(rounds)))
     return CompiledRounds(
         lambda plan: compile_rounds(task, plan, mesh, options, local=placement.stream),
         feed,
@@ -195,6 +217,14 @@ def _scorer(metrics: Callable, task: Task, options: EngineOptions) -> Callable[[
     assert task.data.test is not None
     evaluate = evaluator(lower_metrics(metrics, options), task.data.test)
     return lambda server: evaluate.summary(task.algorithm.params(server))
+
+
+def _own_scorer(metrics: Callable, task: Task, params: PyTree, options: EngineOptions) -> Callable | None:
+    """(server, reader of states) -> scores of the clients' own models; None if they have none to evaluate."""
+    alg, test = task.algorithm, task.data.test
+    if test is None or not has_own_models(alg, task.data, test):
+        return None
+    return personal_evaluator(lower_metrics(metrics, options), alg, params, test).summary
 
 
 def _notice_unused_state(alg: Algorithm, params: PyTree, population: int, rounds: int, cohort: int) -> None:

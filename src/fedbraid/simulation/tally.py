@@ -13,6 +13,7 @@ from fedbraid import address
 from fedbraid.core import Aggregate, Exchange, Reducer, Report, finite, noised, receive_noised
 from fedbraid.local import ClientData, LocalWork
 from fedbraid.simulation.arrival import Arrival
+from fedbraid.simulation.asynchrony import Asynchrony, stale_lift
 from fedbraid.simulation.plan import Slots
 
 __all__ = [
@@ -62,6 +63,20 @@ class SharedInputs(NamedTuple):
     cap: int  # examples of the largest client
     preprocess: Callable | None
     slots: Slots
+    past: PyTree = None  # of an asynchronous run: the models that clients were sent, by place
+    asynchrony: Asynchrony = Asynchrony()
+
+    def sent(self, slot: Any) -> PyTree:
+        """The message that the client in a slot was sent."""
+        if self.past is None:
+            return self.down
+        return jax.tree.map(lambda leaf: leaf[self.slots.jobs.place[slot]], self.past)
+
+    def exchange_key(self, slot: Any) -> Any:
+        """The key of the exchange in which the client in a slot was sent its message."""
+        if self.past is None:
+            return self.key
+        return address.exchange_key(self.seed_key, self.slots.jobs.version[slot], 0)
 
     def data(self, slot: Any) -> ClientData:
         """The examples of the client in a slot."""
@@ -70,24 +85,28 @@ class SharedInputs(NamedTuple):
 
     def client_key(self, slot: Any) -> Any:
         """The random key of the client's local work."""
-        return address.client_key(self.key, self.slots.ids[slot])
+        return address.client_key(self.exchange_key(slot), self.slots.ids[slot])
 
     def run(self, slot: Any, state: PyTree) -> ClientResult:
         """Run the client in a slot."""
-        report = self.exchange.client(self.down, state, self.data(slot), self.client_key(slot))
+        report = self.exchange.client(self.sent(slot), state, self.data(slot), self.client_key(slot))
         return self.judge(slot, state, report)
 
     def judge(self, slot: Any, state: PyTree, report: Report) -> ClientResult:
         """The client's tally and next state: the report counts only if the upload arrived and was admitted."""
-        exchange, client = self.exchange, self.slots.ids[slot]
-        report = noised(exchange, report, self.down, address.client_noise(self.key, client))
+        exchange, client, key = self.exchange, self.slots.ids[slot], self.exchange_key(slot)
+        report = noised(exchange, report, self.down, address.client_noise(key, client))
         size = self.slots.size[slot]
         steps = exchange.client.count(size) if isinstance(exchange.client, LocalWork) else jnp.int32(1)
-        arrived = self.arrival(address.arrival_key(self.key, client), steps)
+        arrived = self.arrival(address.arrival_key(key, client), steps)
         given = jnp.asarray(report.weight).astype(jnp.result_type(float))
         taken = arrived & exchange.admit(report.up) & can_add(exchange.reducer, report.up, given)
         weight = jnp.where(taken, given, 0)
         lifted = exchange.reducer.lift(report.up, weight)
+        if self.past is not None:
+            total = 1.0 if exchange.reducer.kind == "gather" else weight
+            stale = self.slots.jobs.weight[slot]
+            lifted = stale_lift(self.asynchrony, lifted, total, stale, self.down, self.sent(slot))
         tally = Tally(
             # a refused upload may contain NaN, and NaN times weight 0 is NaN
             select(taken, lifted, jax.tree.map(jnp.zeros_like, lifted)),

@@ -11,7 +11,7 @@ from fedbraid.transforms.elastic_aggregation import elastic
 from fedbraid.transforms.extrapolation import fedexp
 from fedbraid.transforms.hypergradients import hypergradient
 from fedbraid.transforms.privacy import adaptive_clip, clip, dp
-from fedbraid.transforms.private import private
+from fedbraid.transforms.private_leaves import private
 from fedbraid.transforms.robust import (
     admit_if,
     geometric_median,

@@ -127,6 +127,7 @@ def _extrapolated(exchange: Exchange, eps: Any, limit: Any) -> Exchange:
         reducer=_with_square(reducer, keeps_mean=averages(reducer)),
         reconcile=lambda state, meant, got: exchange.reconcile(state, _bare(meant), _bare(got)),
         admit=lambda up: exchange.admit(_bare(up)) & finite(up.aux.square),
+        lockstep="the server's rate compares the lengths of uploads with their mean, which staleness weights change",
     )
 
 

@@ -4,7 +4,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const SVG = "http://www.w3.org/2000/svg";
 const DASHES = ["", "7 4", "2 3", "8 3 2 3"];
-const AXES = { rounds: "round (number)", bytes: "sent so far, both ways (bytes)", seconds: "time since the start (seconds)" };
+const AXES = { rounds: "round (number)", bytes: "sent so far, both ways (bytes)", seconds: "time since the start (seconds)", simulated: "simulated time (seconds)" };
 
 // --- formatting --------------------------------------------------------------------------------------------------
 
@@ -35,7 +35,7 @@ function amount(value) {
   return `${Number(value.toPrecision(3))} TB`;
 }
 
-const FORMATS = { rounds: (v) => String(Math.round(v)), bytes: amount, seconds: (v) => `${number(v)} s` };
+const FORMATS = { rounds: (v) => String(Math.round(v)), bytes: amount, seconds: (v) => `${number(v)} s`, simulated: (v) => `${number(v)} s` };
 const written = (value) => (typeof value === "number" ? number(value) : String(value));
 const short = (key) => key.replace(/^algorithm\./, "");
 const pretty = (metric) => metric.replace(/^test_/, "test ").replace("train/", "train ").replaceAll("_", " ");
@@ -429,13 +429,13 @@ function showCurves() {
   const controls = make(section, "div", { class: "controls" });
   const axes = Object.keys(AXES).filter((a) => metrics.some((m) => data.curves[m].series.some((s) => s.axes[a])));
   if (!axes.includes(state.axis)) state.axis = "rounds";
-  const view = plot(make(null, "div"), "metric against rounds, bytes or seconds", (host, width) => {
+  const view = plot(make(null, "div"), "metric against rounds, bytes, seconds or simulated time", (host, width) => {
     const series = seriesOf(state);
     remember(state);
     all.disabled = !state.zoom;
     if (!series.length) { make(host, "p", { class: "note" }, "nothing to show"); return; }
     lines(host, width, series, {
-      xName: AXES[state.axis], xTip: { rounds: "round", bytes: "sent", seconds: "after" }[state.axis], yLog: state.log, format: FORMATS[state.axis],
+      xName: AXES[state.axis], xTip: { rounds: "round", bytes: "sent", seconds: "after", simulated: "after" }[state.axis], yLog: state.log, format: FORMATS[state.axis],
       yName: `${pretty(state.metric)} (${data.curves[state.metric].better} is better)`,
       references: data.baselines.filter((b) => b.metric === state.metric && (!state.log || b.value > 0)),
       xRange: state.zoom, onZoom: zoom });

@@ -63,7 +63,7 @@ def pays(x: Array | jax.ShapeDtypeStruct, kernel: Array | jax.ShapeDtypeStruct) 
     With many channels, a product over patches does more arithmetic per value that is written to memory, so XLA's
     products are fast enough.
     """
-    fits = x.dtype in (jnp.float32, stored()) and kernel.dtype == jnp.float32
+    fits = x.dtype in (jnp.float32, stored()) and kernel.dtype in (jnp.float32, stored())
     return fits and max(kernel.shape[2:]) <= MOST_CHANNELS and precision() != "exact"
 
 
@@ -81,10 +81,15 @@ def _gradient_tiles(channels: int, window: Pair, out: int) -> Tiles:
     return _tiles(channels, window, out, 64)._replace(warps=4, stages=2)
 
 
+def _halves(x: Array, other: Array) -> bool:
+    """Whether a block may have 64 channels: with bfloat16 values this was faster (59 against 65 microseconds)."""
+    return x.dtype == other.dtype == jnp.bfloat16 and x.shape[-1] % 64 == 0
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
 def convolve(x: Array, kernel: Array, geometry: Geometry) -> Array:
     """Images [B, H, W, C] with a kernel [kh, kw, C, O] to [B, h, w, O]."""
-    return _forward(x, kernel, geometry)
+    return _forward(x, kernel, geometry, dtype=kernel.dtype)
 
 
 @partial(convolve.defjvp, symbolic_zeros=True)
@@ -98,7 +103,7 @@ def _convolve_jvp(geometry, primals, tangents):
         terms.append(
             linear(
                 lambda kernel, dx: convolve(dx, kernel, geometry),
-                lambda kernel, dy: convolve(dy, _turned(kernel), _back(geometry, size)),
+                lambda kernel, dy: convolve(dy, _turned(kernel), _back(geometry, size)).astype(x.dtype),
                 kernel,
                 dx,
             )
@@ -107,7 +112,7 @@ def _convolve_jvp(geometry, primals, tangents):
         terms.append(
             linear(
                 lambda x, dk: convolve(x, dk, geometry),
-                lambda x, dy: kernel_gradient(x, dy, geometry),
+                lambda x, dy: kernel_gradient(x, dy, geometry).astype(kernel.dtype),
                 x,
                 dk,
             )
@@ -208,6 +213,7 @@ def _forward(
     images, *size, channels = x.shape
     depth, out = math.prod(geometry.window) * channels, kernel.shape[-1]
     t = tiles or _tiles(channels, geometry.window, out, 128)
+    t = t if tiles or not _halves(x, kernel) else t._replace(inner=64)
     positions = images * math.prod(geometry.out)
     flat = pl.pallas_call(
         partial(_forward_kernel, size=tuple(size), geometry=geometry, t=t, shape=(images, channels, out)),
@@ -250,13 +256,14 @@ def _kernel_gradient(
     out = dy.shape[-1]
     depth = math.prod(geometry.window) * channels
     t = tiles or _gradient_tiles(channels, geometry.window, out)
+    t = t if tiles or not _halves(x, dy) else t._replace(inner=64, together=3)
     blocks = -(-depth // t.inner)
     t = t._replace(together=min(t.together, blocks))
     positions = images * math.prod(geometry.out)
     shares = pl.pallas_call(
         partial(_kernel_gradient_kernel, size=tuple(size), geometry=geometry, t=t, shape=(images, channels, out)),
         grid=(t.split, -(-blocks // t.together), -(-out // t.outer)),
-        out_shape=jax.ShapeDtypeStruct((t.split, depth + (gate is not None), out), x.dtype),
+        out_shape=jax.ShapeDtypeStruct((t.split, depth + (gate is not None), out), jnp.float32),
         compiler_params=gpu.CompilerParams(num_warps=t.warps, num_stages=t.stages),
         interpret=interpreted(),
         name="convolution_kernel_gradient" if gate is None else "convolution_relu_weights",
@@ -278,7 +285,7 @@ def _kernel_gradient_kernel(x_ref, dy_ref, *refs, size, geometry, t, shape):
         first = (share * rounds + i) * t.positions
         places = _places(first, t.positions, images, geometry)
         dy, *gate = (load(r, first + jnp.arange(t.positions), o, positions, out) for r in (dy_ref, *gate_ref))
-        dy = dy.astype(jnp.float32)
+        dy = dy.astype(jnp.float32) if gate_ref or x_ref.dtype == jnp.float32 else dy
         for values in gate:
             dy = jnp.where(values > 0, dy, 0.0)
             bias += dy

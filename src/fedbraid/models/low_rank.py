@@ -126,7 +126,7 @@ def lora(
 
     setattr(loss, APPLIES_MASK, getattr(model.loss, APPLIES_MASK, False))
     metrics = as_metrics(model.metrics).through(lambda measure: lambda p, batch: with_adapted(measure, parts(p), batch))
-    return Model(init, loss, metrics, lambda p, x: with_adapted(model.predict, parts(p), x), model.targets, merge)
+    return Model(init, loss, metrics, lambda p, x: with_adapted(model.predict, parts(p), x), model.targets, merge=merge)
 
 
 def _is_adapted(leaf: Any) -> bool:

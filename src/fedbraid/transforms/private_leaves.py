@@ -31,10 +31,10 @@ from fedbraid.core import (
     reduce_reports,
     same,
 )
-from fedbraid.local import ClientData, Fold, LocalWork
+from fedbraid.local import HEAD, ClientData, Fold, LocalWork, leaf_names
 from fedbraid.transforms.uploads import Extended, averages, refuse_sealed
 
-__all__ = ["join", "leaf_names", "matching", "private", "split"]
+__all__ = ["head_of", "join", "keep_private", "leaf_names", "matching", "not_all", "private", "split"]
 
 PyTree = Any
 Leaves = str | Sequence[str] | Callable[[str, Any], bool]
@@ -45,16 +45,6 @@ Leaves = str | Sequence[str] | Callable[[str, Any], bool]
 
 def _none(leaf: Any) -> bool:
     return leaf is None
-
-
-def leaf_names(params: PyTree) -> list[str]:
-    """The names of the model's leaves, as patterns read them.
-
-    >>> leaf_names({"body": [jnp.zeros(2)], "head": {"w": jnp.zeros(1)}})
-    ['body.0', 'head.w']
-    """
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    return [jax.tree_util.keystr(path, simple=True, separator=".") or "params" for path in paths]
 
 
 def matching(params: PyTree, leaves: Leaves, *, argument: str = "leaves") -> PyTree:
@@ -157,12 +147,14 @@ def _filled_upload(up: PyTree, own: PyTree) -> PyTree:
 # --- the transform ---------------------------------------------------------------------------------------------------
 
 
-def private(alg: Algorithm, leaves: Leaves = ()) -> Algorithm:
+def private(alg: Algorithm, leaves: Leaves = (), loss: Callable | None = None) -> Algorithm:
     """The algorithm whose clients keep the named leaves of the model: they are never sent.
 
     leaves: one or several patterns of leaf names, such as ``"head*"``; ``*`` and ``?`` match as in file names, and the
         name of a part of the model ("head") means all leaves in it. Or a function ``(name, leaf) -> bool``. No pattern,
         ``()``, gives the algorithm itself.
+    loss: the loss of a model with batch normalisation, whose statistics are then private as well; a configuration gives
+        that of its model.
 
     Client states contain the private leaves. ``personal`` is the server's shared leaves with the client's private
     ones. ``params``, the global model, has the initial values of the private leaves. Put other transforms outside:
@@ -176,17 +168,35 @@ def private(alg: Algorithm, leaves: Leaves = ()) -> Algorithm:
     """
     if not callable(leaves) and not leaves:
         return alg
+    from fedbraid.transforms.statistics import keep_own  # which needs the functions of this module
+
+    return keep_own(alg, loss, not_all(leaves, "leaves"))
+
+
+def not_all(leaves: Leaves, argument: str) -> Callable[[PyTree], PyTree]:
+    """A function from the model to the tree that says which leaves are chosen. All of them are an error."""
 
     def choose(params: PyTree) -> PyTree:
-        chosen = matching(params, leaves)
+        chosen = matching(params, leaves, argument=argument)
         if all(jax.tree.leaves(chosen)):
             raise StructureError(
-                f"leaves: {leaves!r} are all leaves of the model ({', '.join(leaf_names(params))}), so that nothing "
-                "is shared: name fewer, or use the algorithm local_only"
+                f"{argument}: {leaves!r} are all leaves of the model ({', '.join(leaf_names(params))}), so nothing "
+                "is left for the other part: name fewer. If nothing is to be shared, use the algorithm local_only"
             )
         return chosen
 
-    return keep_private(alg, choose)
+    return choose
+
+
+def head_of(loss: Callable, head: Leaves | None) -> Leaves:
+    """The leaves of the model's head: those given, else those that the model of the loss declares."""
+    found: Any = getattr(loss, HEAD, None) if head is None else head
+    if found is None or (isinstance(found, Sequence) and not found):
+        raise ValueError(
+            "head: this model does not say which leaves are its head (its last layer): give patterns of their names, "
+            'such as head = ["dense2"]'
+        )
+    return found
 
 
 def keep_private(alg: Algorithm, choose: Callable[[PyTree], PyTree]) -> Algorithm:

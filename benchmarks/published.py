@@ -1,0 +1,280 @@
+"""Published numbers: one JSON file per machine, the tables of docs/benchmarks.md made from them, and checks.
+
+    python benchmarks/published.py --measure [FILE] [--workloads NAME ...] [--peers DIR] [--scripts DIR]
+    python benchmarks/published.py --check [FILE] [--workloads NAME ...] [--new FILE]
+    python benchmarks/published.py --page
+
+- --measure runs speed.py on this machine and writes its numbers into FILE, with commit, date and versions
+- --check measures again and fails if a workload is more than 10% slower than in FILE, relative to a matrix product
+  that is timed in the same process. So a slower machine is not a regression. --new writes what was measured
+- --page writes the tables of docs/benchmarks.md; `python benchmarks/gpu.py --out` and `--check` do the same on a GPU
+
+FILE is by default benchmarks/results/two-cores.json. Measure on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import record
+from workloads import WORKLOADS
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parent / "docs" / "benchmarks.md"
+CPU, GPU = HERE / "results" / "two-cores.json", HERE / "results" / "h200.json"
+SLOWER, SLOWER_GPU = 0.10, 0.05  # shares by which a number may be worse than the published one
+FAST = ("emnist-logistic", "emnist-mlp", "shakespeare-lstm", "emnist-cnn")  # what --check measures by default
+LABELS = {
+    "emnist-logistic": "emnist-logistic (W2), 20 clients",
+    "emnist-mlp": "emnist-mlp 300-100, 20 clients",
+    "emnist-cnn": "emnist-cnn (W1), 10 clients",
+    "shakespeare-lstm": "shakespeare-lstm, 10 clients",
+    "cifar-resnet": "cifar-resnet (ResNet-18, group norm), 2 clients",
+}
+PEERS = {"FedJAX jit": "FedJAX", "PyTorch, 2 processes": "PyTorch, 2 processes", "pfl, 2 processes": "pfl, 2 processes"}
+GPU_ROWS = {  # row of h200.json: (name in the table, compared with); {NAME} is another row, * an older version
+    "cnn, 100 lanes": (
+        "emnist-cnn, 100 clients x 10 steps x 20",
+        "1,706* in a sequential PyTorch loop, 97* with XLA's grouped convolution, 42.7* with patches",
+    ),
+    "cnn, 100 lanes, bfloat16": (
+        'the same with `engine.precision = "bfloat16"`',
+        '15.2* with `engine.matrices = "whole"`, see below',
+    ),
+    "users, cnn": (
+        "the same, without dropout, as a user writes it with equinox",
+        "10.4* with the library's own network (`benchmarks/users.py --clients 100 --steps 10 --precision bfloat16`: "
+        "1.04x)",
+    ),
+    "torch, cnn": (
+        "the same network in PyTorch, by `from_torch` (`benchmarks/torch_models.py --gpu`)",
+        "20.6 with the library's own network (1.01x)",
+    ),
+    "cnn-ragged, 25 lanes": (
+        "emnist-cnn, ragged cohort of 100, 25 lanes",
+        "9.7% masked; {cnn-ragged, vmap} for one `vmap` padded to the largest client",
+    ),
+    "cnn-ragged, 25 lanes, bfloat16": (
+        'the same with `engine.precision = "bfloat16"`',
+        "24.3* with whole matrices",
+    ),
+    "lstm, lanes": (
+        "LSTM, 20 clients x 3 steps x 10 x 80 characters",
+        "11.0* with XLA's loop, 17* with JAX's own transpose",
+    ),
+    "lstm, lanes, bfloat16": ("the same, products in bfloat16", ""),
+    "lstm-sweep, 5 lanes": ("LSTM, nine client learning rates at once", "305* for one padded `vmap` (3.1x)"),
+    "sweep, lstm": (
+        "LSTM, nine client learning rates in a sweep of whole runs (`benchmarks/sweep.py --models lstm`)",
+        "27.9* for one run (2.3x), 251* for nine",
+    ),
+}
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def write(path: Path, found: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def stamp(about: dict[str, Any]) -> dict[str, str]:
+    """Commit and date, which every number carries: a file may hold numbers of different runs."""
+    return {key: about[key] for key in ("commit", "date")}
+
+
+# --- CPU -------------------------------------------------------------------------------------------------------------
+
+
+def measured(workloads: list[str], extra: list[str]) -> dict[str, Any]:
+    """The numbers of this machine by workload, with their commit and date."""
+    command = [sys.executable, str(HERE / "speed.py"), "--json", "--workloads", *workloads, *extra]
+    report = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    when, found = stamp(record.about()), {}
+    for workload, one in report["workloads"].items():
+        ours = one["ours"]
+        found[workload] = {
+            "seconds": one["median"]["fedbraid"],
+            "products": one["products"],
+            "compile_seconds": ours["compile_seconds"],
+            "peak_memory_mb": ours["peak_memory_mb"],
+            "share_of_products": ours["share_of_products"],
+            "masked_share": ours["masked_share"],
+            "imbalance": ours["imbalance"],
+            **when,
+        }
+        peers = {PEERS[n]: [s, one["times_ours"][n]] for n, s in one["median"].items() if n in PEERS}
+        if peers:
+            found[workload]["peers"] = {"rows": peers, **when}
+    return found
+
+
+def merged(old: dict[str, Any], new: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
+    """The file with new numbers of some workloads. Peers that were not measured again keep their numbers and date."""
+    speed = dict(old.get("speed", {}))
+    for workload, one in new.items():
+        peers = one.get("peers") or speed.get(workload, {}).get("peers")
+        speed[workload] = one | ({"peers": peers} if peers else {})
+    return {"about": about, "speed": speed}
+
+
+def regressions(old: dict[str, Any], new: dict[str, Any], *, allowed: float = SLOWER) -> list[str]:
+    """Sentences about workloads that became slower, relative to the matrix product timed in the same process.
+
+    >>> old = {"cnn": {"seconds": 1.0, "products": 100.0, "commit": "abc", "date": "2026-01-01"}}
+    >>> regressions(old, {"cnn": {"seconds": 2.0, "products": 109.0}})  # a machine of half the speed
+    []
+    >>> regressions(old, {"cnn": {"seconds": 0.5, "products": 120.0}})  # a faster machine, but a slower program
+    ['cnn: 120 GFLOP of products in the time of a round, 100 at abc (2026-01-01): 20% slower']
+    """
+    found = []
+    for workload, one in new.items():
+        before = old.get(workload, {}).get("products")
+        if before is not None and one["products"] > (1 + allowed) * before:
+            where = f"{old[workload]['commit']} ({old[workload]['date']})"
+            found.append(
+                f"{workload}: {one['products']:.3g} GFLOP of products in the time of a round, {before:.3g} at {where}: "
+                f"{one['products'] / before - 1:.0%} slower"
+            )
+    return found
+
+
+def check(path: Path, workloads: list[str], new: Path | None) -> int:
+    """Measure and compare; returns the exit status."""
+    old = read(path).get("speed", {})
+    found = measured(workloads, [])
+    if new is not None:
+        write(new, merged(read(path), found, record.about()))
+    compared = [workload for workload in found if "products" in old.get(workload, {})]
+    for workload in compared:
+        before, now = old[workload]["products"], found[workload]["products"]
+        print(f"{workload}: {now:.4g} GFLOP, before {before:.4g} ({now / before - 1:+.1%})")
+    if not compared:
+        print(f"nothing to compare with: {path} has no calibrated numbers of {', '.join(workloads)}")
+        return 0 if new is not None else 2
+    slower = regressions(old, found)
+    print("\n".join(slower) or f"no workload is more than {SLOWER:.0%} slower than in {path.name}")
+    return 1 if slower else 0
+
+
+# --- GPU -------------------------------------------------------------------------------------------------------------
+
+
+def take_gpu(report: dict[str, Any], path: Path = GPU) -> None:
+    """Write the numbers of a run of gpu.py into its file; rows that were not measured keep their numbers and date."""
+    about = record.about() | {"machine": report["device"], "jax": report["jax"]}
+    rows = dict(read(path).get("rows", {}))
+    for name, one in report.items():
+        if isinstance(one, dict):
+            rows[name] = one | stamp(about)
+    write(path, {"about": about, "rows": rows})
+
+
+def slower_rows(old: dict[str, Any], report: dict[str, Any], *, allowed: float = SLOWER_GPU) -> list[str]:
+    """Sentences about rows of gpu.py that became slower.
+
+    >>> old = {"lstm, lanes": {"seconds": 0.0064, "commit": "abc", "date": "2026-01-01"}}
+    >>> slower_rows(old, {"device": "H200", "lstm, lanes": {"seconds": 0.0068}})
+    ['lstm, lanes: 6.80 ms, 6.40 at abc (2026-01-01): 6% slower']
+    """
+    found = []
+    for name, one in report.items():
+        before = old.get(name, {}).get("seconds")
+        if before is not None and one["seconds"] > (1 + allowed) * before:
+            where = f"{old[name]['commit']} ({old[name]['date']})"
+            share = one["seconds"] / before - 1
+            found.append(f"{name}: {1e3 * one['seconds']:.2f} ms, {1e3 * before:.2f} at {where}: {share:.0%} slower")
+    return found
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def cpu_tables(found: dict[str, Any]) -> str:
+    """Seconds a round with peers, and what else was measured."""
+    names, first, second = list(PEERS.values()), [], []
+    for workload in LABELS:
+        one = found["speed"].get(workload)
+        if one is None:
+            continue
+        peers = one.get("peers", {"rows": {}, "commit": "", "date": ""})
+        rows = peers["rows"]
+        cells = [f"{rows[n][0]:.3g} ({rows[n][1]:.2f}x)" if n in rows else "" for n in names]
+        cells = [f"**{c}**" if n in rows and rows[n][1] < 1 else c for n, c in zip(names, cells, strict=True)]
+        best = all(ratio >= 1 for _, ratio in rows.values())
+        own = f"**{one['seconds']:.3g}**" if best else f"{one['seconds']:.3g}"
+        first.append([LABELS[workload], own, when(one), *cells, when(peers) if rows else ""])
+        second.append(
+            [
+                workload,
+                f"{one['compile_seconds']:.2g}",
+                f"{one['peak_memory_mb']:.0f}",
+                f"{one['share_of_products']:.2f}",
+                f"{one['masked_share']:.2g}",
+                f"{one['imbalance']:.3f}",
+            ]
+        )
+    heads = ["seconds a round (ratio in that run)", "fedbraid", "measured", *names, "peers measured"]
+    more = ["fedbraid", "compile, s", "peak memory, MB", "share of the product rate", "masked steps"]
+    more.append("busiest core over the mean")
+    return record.markdown(heads, first) + "\n\n" + record.markdown(more, second)
+
+
+def gpu_table(found: dict[str, Any]) -> str:
+    """Milliseconds a round on the GPU."""
+    rows = []
+    for name, (label, compared) in GPU_ROWS.items():
+        one = found["rows"].get(name)
+        if one is None:
+            continue
+
+        def other(match: re.Match[str], own: float = one["seconds"]) -> str:
+            seconds = found["rows"][match[1]]["seconds"]
+            return f"{1e3 * seconds:.1f} ({seconds / own:.1f}x)"
+
+        rows.append([label, f"{1e3 * one['seconds']:.1f}", when(one), re.sub(r"\{(.*?)\}", other, compared)])
+    return record.markdown(["", "ms a round", "measured", "compared with"], rows)
+
+
+def when(one: dict[str, Any]) -> str:
+    return f"{one['commit']}, {one['date']}"
+
+
+def page(text: str) -> str:
+    """The page with its tables made again from the files."""
+    text = record.between(text, "two cores", cpu_tables(read(CPU)))
+    return record.between(text, "h200", gpu_table(read(GPU)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--measure", nargs="?", const=CPU, type=Path, metavar="FILE")
+    what.add_argument("--check", nargs="?", const=CPU, type=Path, metavar="FILE")
+    what.add_argument("--page", action="store_true")
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS))
+    parser.add_argument("--new", type=Path, help="with --check: write the new numbers there")
+    parser.add_argument("--peers", help="folder of the peers' environments, see speed.py")
+    parser.add_argument("--scripts", help="folder of the peers' scripts, see speed.py")
+    given = parser.parse_args()
+    if given.page:
+        PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        return 0
+    if given.check:
+        return check(given.check, given.workloads or list(FAST), given.new)
+    extra = [part for key in ("peers", "scripts") if getattr(given, key) for part in (f"--{key}", getattr(given, key))]
+    new = measured(given.workloads or list(WORKLOADS), extra)
+    write(given.measure, merged(read(given.measure), new, record.about()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

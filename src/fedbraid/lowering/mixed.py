@@ -1,0 +1,276 @@
+"""Mixed precision: the values between the layers of a network in bfloat16, everything else in float32.
+
+On a GPU most of the time of a ResNet or a transformer is memory traffic of activations and of their gradients. With
+``precision="bfloat16"`` they are stored in two bytes. Parameters, their updates, reductions (sums, means, norms),
+softmax and the loss stay float32.
+
+The program of a loss is interpreted equation by equation, before it is differentiated. So the gradients between layers
+have the dtype of the values. Each float32 value has one of four kinds:
+
+- FREE: a parameter, an input or a constant. It takes the dtype of what it is combined with.
+- NARROW: stored in bfloat16. Products and convolutions give such values, and so do elementwise operations on them.
+- SOFT: computed in float32, but it may be rounded. An example is a value minus a mean. It becomes NARROW as an input of
+  a product, at a ReLU, and where two such values are added (a residual connection).
+- WIDE: stays float32. Reductions, exponentials and logarithms give such values.
+
+What comes after the last product, the loss, is computed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from fedbraid.lowering.deferred import is_relu
+from fedbraid.lowering.operations import convolutions_later
+
+__all__ = ["narrow_activations"]
+
+HALF = jnp.bfloat16
+
+
+class Kind(Enum):
+    FREE = 0
+    NARROW = 1
+    SOFT = 2
+    WIDE = 3
+
+
+FREE, NARROW, SOFT, WIDE = Kind
+PRODUCTS = ("dot_general", "conv_general_dilated")
+SHAPES = (  # move values without computing with them
+    "reshape", "transpose", "broadcast_in_dim", "slice", "dynamic_slice", "squeeze", "expand_dims", "rev", "copy",
+    "gather", "concatenate", "pad", "reduce_window_max", "reduce_max", "optimization_barrier", "split",
+)  # fmt: skip
+ELEMENTWISE = (
+    "add", "sub", "mul", "div", "neg", "abs", "max", "min", "tanh", "logistic", "erf", "integer_pow", "square",
+    "select_n", "clamp", "sign", "sin", "cos", "add_any",
+)  # fmt: skip
+
+
+class Value(NamedTuple):
+    """A value of the program. ``array`` may be bfloat16 where the program has float32."""
+
+    array: Any
+    kind: Kind = FREE
+
+
+def narrow_activations(function: Callable) -> Callable:
+    """``function`` with the values between its products in bfloat16. It returns the same dtypes as ``function``.
+
+    >>> matrices = jnp.ones((2, 2)), jnp.ones((2, 2))
+    >>> two = lambda w, x: jnp.sum((x @ w[0]) @ w[1])
+    >>> found = str(jax.make_jaxpr(narrow_activations(two))(matrices, jnp.ones((3, 2))))
+    >>> found.count("bf16[3,2] = dot_general"), found.count("f32[3,2] = dot_general")  # the last product is float32
+    (1, 1)
+    """
+
+    def run(*args: Any) -> Any:
+        with convolutions_later():
+            closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        leaves = [Value(leaf) for leaf in jax.tree.leaves(args)]
+        found = _evaluate(closed.jaxpr, closed.consts, leaves, [False] * len(closed.jaxpr.outvars))
+        return jax.tree.unflatten(jax.tree.structure(shapes), _typed(closed.jaxpr.outvars, found))
+
+    return run
+
+
+def _is_float(aval: Any) -> bool:
+    return getattr(aval, "dtype", None) == jnp.float32
+
+
+def _typed(atoms: Sequence[Any], values: Sequence[Value]) -> list[Any]:
+    """The arrays in the dtypes that the program has for them."""
+    return [_wide(v.array) if _is_float(atom.aval) else v.array for atom, v in zip(atoms, values, strict=True)]
+
+
+def _halved(atoms: Sequence[Any], values: Sequence[Value]) -> list[Any]:
+    """The arrays, with bfloat16 where the program has float32."""
+    return [_half(v.array) if _is_float(atom.aval) else v.array for atom, v in zip(atoms, values, strict=True)]
+
+
+def _wide(array: Any) -> Any:
+    return array.astype(jnp.float32) if getattr(array, "dtype", None) == HALF else array
+
+
+def _half(array: Any) -> Any:
+    return jnp.asarray(array).astype(HALF)
+
+
+def _constant(literal: Literal) -> Any:
+    """The value of a constant. In bfloat16 float32's largest numbers, as masks use them, would become infinite."""
+    largest = float(jnp.finfo(HALF).max)
+    if not _is_float(literal.aval) or not largest < abs(literal.val) < np.inf:
+        return literal.val
+    return np.float32(np.copysign(largest, literal.val))
+
+
+def _inside(equation: Any) -> list[Jaxpr]:
+    found = []
+    for parameter in equation.params.values():
+        for value in parameter if isinstance(parameter, list | tuple) else [parameter]:
+            if isinstance(value, ClosedJaxpr | Jaxpr):
+                found.append(value.jaxpr if isinstance(value, ClosedJaxpr) else value)
+    return found
+
+
+def _multiplies(equation: Any) -> bool:
+    """Whether an equation is a product, or contains one."""
+    if equation.primitive.name in PRODUCTS:
+        return True
+    return any(_multiplies(inner) for jaxpr in _inside(equation) for inner in jaxpr.eqns)
+
+
+def _leading(jaxpr: Jaxpr, ahead: Sequence[bool]) -> set[Any]:
+    """The variables from which a product is reached. ``ahead``: the same for the results, by what follows outside."""
+    found = {v for v, yes in zip(jaxpr.outvars, ahead, strict=True) if yes and not isinstance(v, Literal)}
+    for equation in reversed(jaxpr.eqns):
+        if _multiplies(equation) or any(v in found for v in equation.outvars):
+            found |= {v for v in equation.invars if not isinstance(v, Literal)}
+    return found
+
+
+def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Value], ahead: Sequence[bool]) -> list[Value]:
+    known: dict[Any, Value] = dict(zip(jaxpr.constvars, map(Value, consts), strict=True))
+    known.update(zip(jaxpr.invars, inputs, strict=True))
+    leading = _leading(jaxpr, ahead)
+
+    def read(atom: Any) -> Value:
+        return Value(_constant(atom)) if isinstance(atom, Literal) else known[atom]
+
+    for equation in jaxpr.eqns:
+        values = [read(atom) for atom in equation.invars]
+        more = [v in leading for v in equation.outvars]
+        known.update(zip(equation.outvars, _apply(equation, values, more), strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _bind(equation: Any, arrays: Sequence[Any], **changed: Any) -> list[Any]:
+    params = {**equation.params, **changed}
+    outputs = equation.primitive.bind(*arrays, **equation.primitive.get_bind_params(params))
+    return list(outputs) if equation.primitive.multiple_results else [outputs]
+
+
+def _apply(equation: Any, values: list[Value], ahead: list[bool]) -> list[Value]:
+    """The results of one equation. ``ahead``: from which of them a product is reached."""
+    name = equation.primitive.name
+    floats = [v for atom, v in zip(equation.invars, values, strict=True) if _is_float(atom.aval)]
+    if name in PRODUCTS:
+        return _product(equation, values, ahead[0])
+    if name in ("jit", "pjit"):
+        inner = equation.params["jaxpr"]
+        return _evaluate(inner.jaxpr, inner.consts, values, ahead)
+    if name == "convert_element_type" and not any(v.kind is not FREE for v in floats):
+        return [Value(array) for array in _bind(equation, [v.array for v in values])]
+    if name in ("checkpoint", "remat", "remat2"):
+        return _checkpointed(equation, values, ahead)
+    if name == "custom_jvp_call":
+        return _with_rule(equation, values, ahead)
+    if name in SHAPES and floats and all(_is_float(v.aval) for v in equation.outvars):
+        return _moved(equation, values, floats, ahead)
+    if name in ELEMENTWISE and floats and _is_float(equation.outvars[0].aval):
+        return _elementwise(equation, values, floats, ahead[0])
+    arrays = _typed(equation.invars, values)
+    if _multiplies(equation) and not name.startswith("custom_"):
+        outputs = _bind(equation, arrays, **_rewritten(equation))
+    else:
+        outputs = _bind(equation, arrays)
+    kind = FREE if not floats else SOFT if name.startswith("custom_") else WIDE
+    return [Value(array, kind) for array in outputs]
+
+
+def _product(equation: Any, values: list[Value], ahead: bool) -> list[Value]:
+    if not (ahead and all(_is_float(atom.aval) for atom in (*equation.invars, *equation.outvars))):
+        # the last product, or one that is not of float32
+        return [Value(array, WIDE) for array in _bind(equation, _typed(equation.invars, values))]
+    arrays = [_half(v.array) for v in values]
+    wanted = HALF if equation.primitive.name == "dot_general" else None
+    (array,) = _bind(equation, arrays, precision=None, preferred_element_type=wanted)
+    return [Value(array, NARROW)]
+
+
+def _moved(equation: Any, values: list[Value], floats: list[Value], ahead: list[bool]) -> list[Value]:
+    kinds = {v.kind for v in floats}
+    kind = max(kinds, key=lambda kind: kind.value)
+    narrow = kinds <= {FREE, NARROW} and NARROW in kinds
+    outputs = _bind(equation, (_halved if narrow else _typed)(equation.invars, values))
+    if equation.primitive.name == "gather" and kind is FREE and ahead[0]:  # rows of an embedding
+        return [Value(_half(array), NARROW) for array in outputs]
+    return [Value(array, kind) for array in outputs]
+
+
+def _elementwise(equation: Any, values: list[Value], floats: list[Value], ahead: bool) -> list[Value]:
+    kinds = {v.kind for v in floats}
+    if ahead and NARROW in kinds and kinds <= {FREE, NARROW}:
+        arrays = _halved(equation.invars, values)
+        return [Value(array, NARROW) for array in _bind(equation, arrays)]
+    (array,) = _bind(equation, _typed(equation.invars, values))
+    if kinds == {FREE}:
+        return [Value(array)]
+    whole = [v.kind for v in floats if v.kind is not FREE and jnp.size(v.array) == array.size]
+    if not ahead or WIDE in whole or not whole:
+        return [Value(array, WIDE)]
+    if equation.primitive.name in ("add", "add_any") and len(whole) > 1:  # a residual connection
+        return [Value(_half(array), NARROW)]
+    return [Value(array, SOFT)]
+
+
+def _with_rule(equation: Any, values: list[Value], ahead: list[bool]) -> list[Value]:
+    """A function with its own derivative rule: float32 inside. Its results are stored narrow if its inputs may be."""
+    kinds = {v.kind for v in values}
+    if is_relu(equation.params["call_jaxpr"].jaxpr) and ahead[0] and kinds <= {NARROW, SOFT}:
+        return [Value(jax.nn.relu(_half(values[0].array)), NARROW)]
+    outputs = _bind(equation, _typed(equation.invars, values))
+    if not kinds & {NARROW, SOFT}:
+        return [Value(array, FREE if kinds == {FREE} else WIDE) for array in outputs]
+    largest = max(jnp.size(v.array) for v in values)
+
+    def stored(array: Any, ahead: bool) -> Value:
+        narrow = ahead and array.dtype == jnp.float32 and array.size == largest
+        return Value(_half(array), NARROW) if narrow else Value(array, WIDE)
+
+    return list(map(stored, outputs, ahead))
+
+
+def _checkpointed(equation: Any, values: list[Value], ahead: list[bool]) -> list[Value]:
+    """A function whose values are computed again for its gradient."""
+    kinds: list[Kind] = []
+
+    def run(*arrays: Any) -> list[Any]:
+        given = [Value(array, v.kind) for array, v in zip(arrays, values, strict=True)]
+        found = _evaluate(equation.params["jaxpr"], (), given, ahead)
+        kinds[:] = [v.kind for v in found]
+        return [v.array for v in found]
+
+    policy, prevent = equation.params["policy"], equation.params["prevent_cse"]
+    arrays = jax.checkpoint(run, prevent_cse=prevent, policy=policy)(*(v.array for v in values))
+    return [Value(array, kind) for array, kind in zip(arrays, kinds, strict=True)]
+
+
+def _rewritten(equation: Any) -> dict[str, Any]:
+    """The parameters of a loop or a branch, with the programs inside rewritten. What loops carry stays float32."""
+    first = equation.params.get("num_consts", equation.params.get("body_nconsts", 0))
+    carried = equation.params.get("num_carry", 10**6 if equation.primitive.name == "while" else 0)
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(changed, value))
+        if not isinstance(value, ClosedJaxpr) or not any(map(_multiplies, value.jaxpr.eqns)):
+            return value
+
+        def run(*arrays: Any) -> list[Any]:
+            kinds = [WIDE if first <= i < first + carried else FREE for i in range(len(arrays))]
+            found = _evaluate(
+                value.jaxpr, value.consts, list(map(Value, arrays, kinds)), [True] * len(value.jaxpr.outvars)
+            )
+            return _typed(value.jaxpr.outvars, found)
+
+        return jax.make_jaxpr(run)(*value.in_avals)
+
+    return {name: changed(value) for name, value in equation.params.items()}

@@ -1,0 +1,112 @@
+"""Published numbers: the tables of docs/benchmarks.md are those of the files, and slower programs are noticed."""
+
+import doctest
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "benchmarks"
+OLD = {"cnn": {"seconds": 1.0, "products": 200.0, "commit": "abc1234", "date": "2026-01-01"}}
+
+
+@pytest.fixture(scope="module")
+def published():
+    before = list(sys.path)
+    sys.path.insert(0, str(FOLDER))
+    yield importlib.import_module("published")
+    sys.path[:] = before
+
+
+@pytest.mark.parametrize("module", ["published", "record"])
+def test_examples_in_docstrings(published, module):
+    found = doctest.testmod(importlib.import_module(module))
+    assert found.attempted
+    assert not found.failed
+
+
+def test_the_tables_of_the_page_are_made_from_the_files(published):
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert published.page(text) == text, "run: python benchmarks/published.py --page"
+    changed = text.replace("| emnist-cnn (W1)", "| emnist-cnn")
+    assert changed != text
+    assert published.page(changed) == text
+
+
+def test_every_number_has_a_commit_of_this_repository_and_a_date(published):
+    numbers = [*published.read(published.CPU)["speed"].values(), *published.read(published.GPU)["rows"].values()]
+    for one in numbers:
+        assert len(one["date"]) == 10, one
+        assert len(one["commit"].rstrip("+")) >= 7, one
+    assert set(published.GPU_ROWS) <= set(published.read(published.GPU)["rows"])
+    assert set(published.LABELS) == set(published.read(published.CPU)["speed"])
+
+
+def test_a_slower_machine_is_no_regression_but_a_slower_program_is(published):
+    def now(seconds, rate):
+        return {"cnn": {"seconds": seconds, "products": seconds * rate}}
+
+    assert published.regressions(OLD, now(4.0, 50.0)) == []  # a quarter of the speed, in products and in rounds
+    assert published.regressions(OLD, now(0.5, 430.0)) == []  # 7.5% slower than its machine: within the limit
+    (said,) = published.regressions(OLD, now(0.6, 400.0))  # a faster machine hides a program that is 20% slower
+    assert "20% slower" in said
+    assert "abc1234 (2026-01-01)" in said
+    assert published.regressions(OLD, {"new": {"seconds": 1.0, "products": 1.0}}) == []
+
+
+def test_check_measures_compares_and_fails(published, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(published, "measured", lambda workloads, extra: {"cnn": {**OLD["cnn"], "products": 230.0}})
+    last = tmp_path / "last.json"
+    assert published.check(last, ["cnn"], None) == 2  # nothing to compare with is not a success
+    assert published.check(last, ["cnn"], tmp_path / "new.json") == 0  # except for a first run that is kept
+    last.write_text(json.dumps({"speed": OLD}))
+    assert published.check(last, ["cnn"], None) == 1
+    assert "15% slower" in capsys.readouterr().out
+    (tmp_path / "new.json").rename(last)
+    assert published.check(last, ["cnn"], None) == 0
+
+
+def test_peers_that_were_not_measured_again_keep_their_numbers_and_date(published):
+    peers = {"rows": {"FedJAX": [2.0, 2.0]}, "commit": "abc1234", "date": "2026-01-01"}
+    old = {"speed": {"cnn": {**OLD["cnn"], "peers": peers}}}
+    new = {"cnn": {"seconds": 0.5, "products": 100.0, "commit": "def5678", "date": "2026-02-02"}}
+    found = published.merged(old, new, {})["speed"]["cnn"]
+    assert found["peers"] == peers
+    assert found["commit"] == "def5678"
+
+
+def test_rows_of_a_gpu_that_became_slower_are_named(published, tmp_path):
+    old = {name: {"seconds": 1e-3, "commit": "abc1234", "date": "2026-01-01"} for name in ("lstm", "cnn")}
+    report = {
+        "device": "GPU",
+        "jax": "1",
+        "lstm": {"seconds": 1.06e-3},
+        "cnn": {"seconds": 1.04e-3},
+        "floors": {"a": 1},
+    }
+    (said,) = published.slower_rows(old, report)
+    assert said == "lstm: 1.06 ms, 1.00 at abc1234 (2026-01-01): 6% slower"
+    place = tmp_path / "gpu.json"
+    place.write_text(json.dumps({"rows": {"sweep, lstm": old["lstm"]}}))
+    published.take_gpu(report, place)
+    rows = published.read(place)["rows"]
+    assert rows["sweep, lstm"] == old["lstm"]  # was not measured
+    assert rows["cnn"]["seconds"] == 1.04e-3
+    assert rows["cnn"]["commit"] == published.record.commit()
+
+
+@pytest.mark.parametrize("script", ["gpu.py", "published.py"])
+def test_the_commands_of_the_page_exist(script):
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / script), "--help"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--check" in done.stdout
