@@ -7,11 +7,7 @@ import pytest
 
 import fedbraid as fb
 from fedbraid.algorithms._flexlora import A, B, mean_of_products
-<<<<<<< HEAD
-from fedbraid.models.adapters import LORA_A, LORA_B
-=======
 from fedbraid.models.low_rank import LORA_A, LORA_B
->>>>>>> lora
 from fedbraid.testing import check
 
 RNG = np.random.default_rng(3)

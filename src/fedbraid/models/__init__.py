@@ -4,10 +4,7 @@ from fedbraid.lowering.operations import conv2d, max_pool
 from fedbraid.models.cnn import emnist_cnn
 from fedbraid.models.layers import dropout
 from fedbraid.models.linear import least_squares, logistic, one_versus_all, softmax_regression
-<<<<<<< HEAD
-=======
 from fedbraid.models.low_rank import lora
->>>>>>> lora
 from fedbraid.models.lstm import char_lstm, word_lstm
 from fedbraid.models.model import Model, total
 from fedbraid.models.modules import from_equinox, from_flax, from_functions, from_nnx

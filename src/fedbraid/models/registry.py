@@ -9,10 +9,7 @@ from typing import Any
 
 from fedbraid.models.cnn import emnist_cnn
 from fedbraid.models.linear import least_squares, logistic, one_versus_all, softmax_regression
-<<<<<<< HEAD
-=======
 from fedbraid.models.low_rank import lora, read_weights
->>>>>>> lora
 from fedbraid.models.lstm import char_lstm, word_lstm
 from fedbraid.models.model import Model
 from fedbraid.models.perceptron import mlp

@@ -318,12 +318,12 @@ ENTRY = Entry(
         "56.7). MimeAdagrad with six pairs gains nothing (52.2 at most). At rate 1 it learned nothing this time "
         "(22.3), with the same seed that gave 53.6 in the earlier run. The edge of the grid costs SGD little, and is "
         "not why MimeAdagrad is low.",
-        "Rounding errors very likely decide which of the two happens. Four runs of MimeAdagrad with six pairs on a CPU, "
-        "whose client rates differ only in the last bits (1, and 1.2e-7, 2.4e-7 and 3.6e-7 more), have training losses of "
-        "8.2, 6.7, 5.9 and 10.8 in the first round, and 2.43, 2.81, 2.42 and 2.49 in the 14th. The run on the card "
-        "that learned nothing had 2.86 there. With 64 units instead of 256 the first loss is 3.7, and the four runs "
-        "agree to 0.001 in the 12th round. So at rate 1 the first local steps with 256 units amplify any difference, "
-        "and the row of MimeAdagrad with six pairs is uncertain.",
+        "Rounding errors very likely decide which of the two happens. Four runs of MimeAdagrad with six pairs on a "
+        "CPU, whose client rates differ only in the last bits (1, and 1.2e-7, 2.4e-7 and 3.6e-7 more), have training "
+        "losses of 8.2, 6.7, 5.9 and 10.8 in the first round, and 2.43, 2.81, 2.42 and 2.49 in the 14th. The run on "
+        "the card that learned nothing had 2.86 there. With 64 units instead of 256 the first loss is 3.7, and the "
+        "four runs agree to 0.001 in the 12th round. So at rate 1 the first local steps with 256 units amplify any "
+        "difference, and the row of MimeAdagrad with six pairs is uncertain.",
         "Third experiment, two layers with tanh, the published network: FedAvgSGD has 56.5 at rate 1, a point more "
         "than with one layer and within 0.2 of the paper. The other methods were not run with it.",
         "Three interpretations of details that the paper leaves open were run; each has seven of twelve in the band: "
