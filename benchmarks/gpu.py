@@ -4,6 +4,8 @@
 
 - cnn: the EMNIST CNN (1,206,590 parameters), 100 clients of equal size x 10 steps x batch 20
 - cnn-ragged: the same with log-normal client sizes (sigma 0.6) of mean 200, cohort 100
+- resnet: ResNet-18 with group norm on 24 x 24 x 3 images, 20 clients x 5 steps x batch 20
+- gpt: a transformer of 4.2 million parameters (4 x 256, 128 tokens, vocabulary 2,048), 20 clients x 5 steps x batch 8
 - lstm: the one-layer character LSTM (256 units), 20 clients x 3 steps x batch 10 x 80 characters
 - lstm-sweep: nine client learning rates at once, cohort 20, sizes as in Shakespeare (1 to 1,003 sequences, median 17)
 - pieces: the CNN's second convolution and its gradients for 100 clients, alone and with bias, ReLU and pool, and the
@@ -37,17 +39,17 @@ from fedbraid import models
 from fedbraid.lowering.operations import patches
 
 
-def images(sizes) -> fb.Split:
+def images(sizes, shape=(28, 28, 1), classes=62) -> fb.Split:
     rng = np.random.default_rng(0)
     n = int(np.sum(sizes))
-    arrays = {"x": rng.random((n, 28, 28, 1), dtype=np.float32), "y": rng.integers(0, 62, n).astype(np.int32)}
+    arrays = {"x": rng.random((n, *shape), dtype=np.float32), "y": rng.integers(0, classes, n).astype(np.int32)}
     return fb.Split(arrays, np.concatenate([[0], np.cumsum(sizes)]))
 
 
-def texts(sizes) -> fb.Split:
+def texts(sizes, length=80, symbols=90) -> fb.Split:
     rng = np.random.default_rng(0)
     n = int(np.sum(sizes))
-    text = rng.integers(1, 90, (n, 81)).astype(np.int32)
+    text = rng.integers(1, symbols, (n, length + 1)).astype(np.int32)
     return fb.Split({"x": text[:, :-1].copy(), "y": text[:, 1:].copy()}, np.concatenate([[0], np.cumsum(sizes)]))
 
 
@@ -85,6 +87,21 @@ def cnn(sizes, cohort, **options) -> dict:
     params = model.init(jax.random.key(0))
     make = lambda lr: fb.fedavg(model.loss, client_lr=lr, batch_size=20, epochs=1)  # noqa: E731
     return seconds_per_round(make, images(sizes), params=params, cohort=cohort, rounds=60, **options)
+
+
+def resnet(**options) -> dict:
+    model, split = models.resnet18_gn(100), images(np.full(40, 100), (24, 24, 3), 100)
+    return _equal_clients(model, split, batch=20, **options)
+
+
+def gpt(**options) -> dict:
+    return _equal_clients(models.gpt(2048, tied=False), texts(np.full(40, 40), 128, 2048), batch=8, **options)
+
+
+def _equal_clients(model, split, *, batch, **options) -> dict:
+    params = model.init(jax.random.key(0))
+    make = lambda lr: fb.fedavg(model.loss, client_lr=lr, batch_size=batch, epochs=1)  # noqa: E731
+    return seconds_per_round(make, split, params=params, cohort=20, rounds=24, plan="lanes", chunk=20, **options)
 
 
 def lstm(sizes, cohort, *, rates=None, rounds=60, compute="float32", **options) -> dict:
@@ -209,6 +226,9 @@ def measurements() -> dict:
         found[f"cnn-ragged, {lanes} lanes"] = lambda w=lanes: cnn(wide, 100, plan="lanes", chunk=w)
     found["cnn-ragged, 25 lanes, bfloat16"] = lambda: cnn(wide, 100, plan="lanes", chunk=25, precision="bfloat16")
     found["cnn-ragged, vmap"] = lambda: cnn(wide, 100, plan="chunks", chunk=100)
+    for how in ("tf32", "bfloat16"):
+        found[f"resnet, {how}"] = lambda how=how: resnet(precision=how)
+        found[f"gpt, {how}"] = lambda how=how: gpt(precision=how)
     found["lstm, lanes"] = lambda: lstm(np.full(60, 30), 20, plan="lanes", chunk=20)
     found["lstm, lanes, bfloat16"] = lambda: lstm(
         np.full(60, 30), 20, plan="lanes", chunk=20, compute="bfloat16", precision="bfloat16"
