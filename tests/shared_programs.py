@@ -84,7 +84,7 @@ def compiled(alg: Any) -> list[int]:
     """How often the rounds of each cached program of this algorithm were compiled in the current precision."""
     x64 = bool(jax.config.jax_enable_x64)
     mine = [kept for key, kept in _programs.items() if key.algorithm is alg and key.x64 == x64]
-    return [kept.program.rounds._cache_size() for kept in mine]
+    return [kept.program.rounds.compilations for kept in mine]
 
 
 def program(alg: Any, **options: Any) -> str:

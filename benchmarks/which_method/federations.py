@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from fedbraid.data import catalog
@@ -17,6 +19,6 @@ def groups(seed: int = 0) -> FederatedData:
     def renamed(split: Split) -> Split:
         y = np.array(split.arrays["y"])
         odd = np.repeat(np.arange(split.num_clients) % 2 == 1, split.sizes)
-        return Split({**split.arrays, "y": np.where(odd, 9 - y, y).astype(y.dtype)}, split.offsets, split.ids)
+        return replace(split, arrays={**split.arrays, "y": np.where(odd, 9 - y, y).astype(y.dtype)})
 
-    return FederatedData(renamed(data.train), renamed(data.test), name="digits, two groups")
+    return replace(data, train=renamed(data.train), test=renamed(data.test), name="digits, two groups")

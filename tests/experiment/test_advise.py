@@ -246,7 +246,7 @@ def test_a_program_compiles_its_start_once(moved):
     """It ran many chunks and seeds; before, each of them compiled the first states again."""
     race, _ = moved
     assert len(race.rows) > 20
-    assert [program._starting._cache_size() for _, program in race.programs.values()] == [1]
+    assert [program._starting.compilations for _, program in race.programs.values()] == [1]
 
 
 def test_a_budget_of_rounds_is_kept(folder):

@@ -54,6 +54,11 @@ class Program:
         lifted = self._of(args)
         return self._plain.lower(*args) if lifted is None else _Lowered(lifted, self._leaves, self._leaves(args))
 
+    @property
+    def compilations(self) -> int:
+        """How many programs it has compiled: one for every new set of shapes."""
+        return self._plain._cache_size() + sum(each.program._cache_size() for each in self._lifted.values() if each)
+
     def _leaves(self, args: tuple[Any, ...]) -> list[Any]:
         return jax.tree.leaves([arg for i, arg in enumerate(args) if i not in self._static])
 
