@@ -144,7 +144,7 @@ except that FedAdam's server rate is 0.03, FedProx has alpha 0.1 and IFCA two cl
 
 - **Clients are alike**: use a global method. A personal model learns from one client's
   examples only, so it has less data.
-- **Clients have other labels or other models**: a personal method is better, often by far. Note that a client
+- **Clients have other labels or other models**: a personal method is better, here by three points. Note that a client
   whose test examples have only two classes is easy for its own model: *local only* is then a strong row, and the one to
   compare with.
 - **Clients fall into groups** that contradict each other: no single model can be right. IFCA finds the groups.

@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks" / "which_method"
 
 
 def module(name):
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"which_method_{name}", FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     found = importlib.util.module_from_spec(spec)
