@@ -112,8 +112,8 @@ def _against(found: dict[str, dict[str, Board]], on: list[str], method: str, key
 INTRODUCTION = """\
 # Leaderboard
 
-Which method is best, if every method gets the same effort of tuning? Here all {methods} methods of the library that
-train one global model run on {federations} federations, {cells} cells in all. The federations are made from files and
+Which method is best, if every method gets the same effort of tuning? Here {methods} methods that train
+one global model run on {federations} federations, {cells} cells in all. The federations are made from files and
 packages: natural clients (schools, writers, patients, roles) and label skew drawn from Dirichlet distributions,
 classification and regression, from least squares to a CNN and an LSTM.
 
@@ -174,7 +174,9 @@ Measured on {date} at commit {commit}: fedbraid {fedbraid}, jax {jax}, Python {p
 def page(board: Board) -> str:
     """The page as Markdown."""
     found, rows = by_federation(board), summary(board)
-    intro = INTRODUCTION.format(methods=len(rows), federations=len(found), cells=len(board["cells"]))
+    every = len(plan.METHODS)
+    methods = f"all {every}" if len(rows) == every else f"{len(rows)} of the library's {every}"
+    intro = INTRODUCTION.format(methods=methods, federations=len(found), cells=len(board["cells"]))
     rules = RULES.format(points=plan.POINTS, seeds=plan.TEST_SEEDS, last=plan.LAST, every=plan.EVERY)
     parts = [intro, "## All methods\n", _summary_table(rows, len(found)), rules]
     parts += ["## Each federation\n", *(_federation_part(name, cells) for name, cells in found.items())]
