@@ -40,7 +40,7 @@ class Program:
     """A compiled function, as `jit` makes it. It compiles when it is first called with arguments of new shapes."""
 
     def __init__(self, function: Callable, sharding: Any, static: tuple[int, ...], options: dict[str, Any]) -> None:
-        self._plain = jax.jit(function, static_argnums=static, **options)
+        self._plain: Any = jax.jit(function, static_argnums=static, **options)
         self._sharding, self._static, self._options = sharding, static, options
         self._lifted: dict[int, _Lifted | None] = {}  # by the identity of a traced jaxpr, which jax's cache keeps
         self._jaxprs: list[Any] = []  # keeps these identities unique
@@ -89,7 +89,7 @@ class _Lifted:
             inside = ClosedJaxpr(closed.jaxpr, [consts[i] for i in range(len(consts))])
             return jaxpr_as_fun(inside)(*leaves)
 
-        self.program = jax.jit(run, **options)
+        self.program: Any = jax.jit(run, **options)
 
     def __call__(self, leaves: list[Any]) -> Any:
         return jax.tree.unflatten(self.tree, self.program(self.captured, leaves))
