@@ -12,7 +12,7 @@ import pytest
 import fedbraid as fb
 from fedbraid import models
 from fedbraid.local import ClientData
-from fedbraid.lowering import Lanes, LoweringOptions, explain, kernels
+from fedbraid.lowering import Lanes, LoweringOptions, explain, kernels, lower
 
 CONVOLUTIONS = [
     "convolution_relu x 1",
@@ -110,6 +110,16 @@ def test_the_resnet_normalises_and_convolves_in_kernels_and_stores_values_narrow
         "group_norm_back x 20",
     ]
     assert not [line for line in found.convolutions["train"] if "XLA" in line]
+
+
+@pytest.mark.parametrize("precision", ["default", "tf32", "bfloat16"])
+def test_values_between_layers_are_bfloat16_if_asked(precision):
+    model, data = models.mlp(6, 3, hidden=(5, 4)), client(20, x=((6,), jnp.float32), y=((), jnp.int32))
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    alg = lower(fb.fedavg(model.loss, batch_size=10, epochs=1), LoweringOptions(precision=precision))
+    down = jax.eval_shape(lambda p: alg.exchanges[0].send(alg.init(p)), params)
+    program = str(jax.make_jaxpr(alg.exchanges[0].client)(down, (), data, jax.random.key(0)))
+    assert ("bf16[10,5] = dot_general" in program) == (precision == "bfloat16")
 
 
 def test_what_is_switched_off_is_off():
