@@ -1,6 +1,6 @@
 """Seconds per round on a GPU: lanes compared with one padded vmap, on ragged cohorts and in a sweep.
 
-    python benchmarks/gpu.py [--json] [--only NAME ...] [--out [FILE]] [--check [FILE]]
+    python benchmarks/gpu.py [--json] [--only NAME ...] [--out [FILE]] [--check [FILE]] [--against torch]
 
 - cnn: the EMNIST CNN (1,206,590 parameters), 100 clients of equal size x 10 steps x batch 20
 - cnn-ragged: the same with log-normal client sizes (sigma 0.6) of mean 200, cohort 100
@@ -14,7 +14,8 @@
 
 ``--out`` writes the numbers into FILE (default: benchmarks/results/h200.json), from which docs/benchmarks.md is made
 (`published.py --page`). ``--check`` compares with FILE: it names rows that are more than 5% slower, and fails if there
-are any.
+are any. ``--against torch`` measures the rows cnn, resnet and gpt beside PyTorch's best ways (gpu_torch.py): all
+programs compile at the same time, and are timed one after the other.
 
 Times are medians over portions of rounds after the first, which compiles. The masked share is the share of steps whose
 results are discarded.
@@ -37,6 +38,7 @@ import numpy as np
 import fedbraid as fb
 from fedbraid import models
 from fedbraid.lowering.operations import patches
+from turns import await_turn, measure_in_turn
 
 
 def images(sizes, shape=(28, 28, 1), classes=62) -> fb.Split:
@@ -67,11 +69,16 @@ def seconds_per_round(make, split, *, rates=None, rounds, **options) -> dict:
             times.append((time.perf_counter() - began) / rounds)
         return {"seconds": statistics.median(times)}
     stamps = []
+
+    def progress(now) -> None:
+        await_turn()  # after the first rounds, so the program is compiled
+        stamps.append((time.perf_counter(), now.round))
+
     result = fb.simulate(
         make(0.05),
         data=split,
         rounds=rounds,
-        on_progress=lambda p: stamps.append((time.perf_counter(), p.round)),
+        on_progress=progress,
         **options,
     )
     spans = [(b[0] - a[0]) / (b[1] - a[1]) for a, b in pairwise(stamps[1:])]
@@ -242,6 +249,39 @@ def measurements() -> dict:
     return found
 
 
+AGAINST = {"cnn": "cnn, 100 lanes", "resnet": "resnet", "gpt": "gpt"}  # networks of gpu_torch.py, rows here
+
+
+def against_torch() -> dict:
+    """Milliseconds of a round here and in PyTorch, in one run."""
+    here, programs = Path(__file__), {}
+    for network, row in AGAINST.items():
+        for how in ("tf32", "bfloat16"):
+            exact = row if (network, how) == ("cnn", "tf32") else f"{row}, {how}"
+            programs[f"{network} {how} fedbraid"] = [sys.executable, str(here), "--json", "--row", exact]
+            for way in ("graph", "vmap", "compiled"):
+                command = [sys.executable, str(here.with_name("gpu_torch.py")), network, way, how]
+                programs[f"{network} {how} torch {way}"] = command
+    found = {}
+    for name, said in measure_in_turn(programs).items():
+        try:
+            last = json.loads(said)
+        except json.JSONDecodeError:
+            last = said[-200:]
+        if isinstance(last, dict):
+            (last,) = (1e3 * row["seconds"] for row in last.values() if isinstance(row, dict))
+        found[name] = last
+        print(f"{name:32} {last if isinstance(last, str) else f'{last:.2f} ms'}", flush=True)
+    for network in AGAINST:
+        theirs = [
+            v for n, v in found.items() if n.startswith(f"{network} ") and "torch" in n and not isinstance(v, str)
+        ]
+        ours = found[f"{network} bfloat16 fedbraid"]
+        if theirs and not isinstance(ours, str):
+            print(f"{network}: {min(theirs) / ours:.1f}x PyTorch's best ({min(theirs):.1f} ms)")
+    return found
+
+
 def main() -> int:
     from published import GPU, read, slower_rows, take_gpu
 
@@ -250,10 +290,19 @@ def main() -> int:
     parser.add_argument("--out", nargs="?", const=GPU, type=Path, metavar="FILE")
     parser.add_argument("--check", nargs="?", const=GPU, type=Path, metavar="FILE")
     parser.add_argument("--only", nargs="+", help="run only measurements whose name contains one of these words")
+    parser.add_argument("--row", help="run only the measurement of exactly this name")
+    parser.add_argument("--against", choices=["torch"])
     options = parser.parse_args()
+    if options.against:
+        found = against_torch()
+        if options.json:
+            print(json.dumps(found))
+        return 0
     report = {"device": str(jax.devices()[0]), "jax": jax.__version__}
     for name, measure in measurements().items():
         if options.only and not any(word in name for word in options.only):
+            continue
+        if options.row is not None and name != options.row:
             continue
         report[name] = measure()
         line = ", ".join(f"{k} {v:.4g}" for k, v in report[name].items())
