@@ -376,6 +376,13 @@ def test_docstrings_become_markdown():
 # the gallery and the notebook
 
 
+def test_no_picture_is_there_twice():
+    pictures = [path for path in DOCS.rglob("*") if path.suffix in (".png", ".svg")]
+    assert len(pictures) > 10
+    by_bytes = {path.read_bytes(): path for path in pictures}
+    assert len(by_bytes) == len(pictures), sorted(set(pictures) - set(by_bytes.values()))
+
+
 def test_the_gallery_has_every_reproduction_and_six_examples():
     page = gallery.gallery_page()
     run = [file.stem for file in (DOCS / "reproductions").glob("*.json")]

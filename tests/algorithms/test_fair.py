@@ -1,10 +1,12 @@
-"""q-FedAvg against the paper's recursion, and AFL against minimax points found by SciPy."""
+"""q-FedAvg against the paper's recursion, and AFL against the minimax point."""
+
+from itertools import combinations
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.optimize import minimize
+from scipy.optimize import minimize, root
 
 import fedbraid as fb
 from fedbraid import address
@@ -88,17 +90,28 @@ def test_it_minimizes_the_q_fair_objective(q):
 
 
 def minimax():
-    """The point with the smallest largest loss, as a program with a bound t: min t with F_k(x) <= t."""
-    found = minimize(
-        lambda z: z[2],
-        [*START, 5.0],
-        jac=lambda z: np.array([0.0, 0.0, 1.0]),
-        constraints=[{"type": "ineq", "fun": lambda z, k=k: z[2] - value(k, z[:2])} for k in range(3)],
-        method="SLSQP",
-        options={"ftol": 1e-14, "maxiter": 500},
-    )
-    assert found.success
-    return found.x[:2], found.x[2]
+    """The point with the smallest largest loss: solves the optimality conditions for each set of clients that reach it.
+
+    The losses are convex, so a solution with mixture weights >= 0 and no larger loss is the minimum. The value of the
+    dual at these weights, a closed form, proves it.
+    """
+    for active in [list(some) for count in (1, 2, 3) for some in combinations(range(3), count)]:
+
+        def conditions(z, active=active):
+            x, level, mixture = z[:2], z[2], z[3:]
+            slope = sum(weight * A[k] * (x - E[k]) for weight, k in zip(mixture, active, strict=True))
+            return [*slope, *(value(k, x) - level for k in active), mixture.sum() - 1]
+
+        found = root(conditions, [*START, 2.0, *np.full(len(active), 1 / len(active))], tol=1e-14)
+        x, level, mixture = found.x[:2], found.x[2], found.x[3:]
+        solved = np.abs(conditions(found.x)).max() < 1e-12
+        if solved and (mixture >= 0).all() and max(value(k, x) for k in range(3)) < level + 1e-12:
+            curvature = mixture @ A[active]
+            lowest = mixture @ (A[active] * E[active]) / curvature  # minimizes the mixture of the losses
+            dual = sum(weight * value(k, lowest) for weight, k in zip(mixture, active, strict=True))
+            assert abs(dual - level) < 1e-12
+            return x, level
+    raise AssertionError("no set of clients fulfils the optimality conditions")
 
 
 def projection(y):

@@ -1,16 +1,20 @@
 """Comparisons: all methods have equal conditions, and the table agrees with the runs."""
 
+import copy
+import io
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from drawn import lines, record
 from fedbraid import algorithms, cost, simulate
 from fedbraid.cli.app import make_app
+from fedbraid.cli.compare import _closing
 from fedbraid.data import FederatedData, Split
 from fedbraid.experiment import ConfigError, baselines, load_config, run_config
 from fedbraid.experiment.collect import collect
@@ -20,6 +24,7 @@ from fedbraid.experiment.pagedata import page_data
 from fedbraid.experiment.runfolder import read_clients, read_metrics, read_summary
 from fedbraid.experiment.trials import Criterion, read_trials
 from fedbraid.metric import Metric
+from fedbraid.units import format_seconds
 from told import told
 
 TOML = """
@@ -28,6 +33,7 @@ cohort = 4
 data = { name = "digits", clients = 8 }
 model = { name = "softmax_regression" }
 evaluation = { every = 2 }
+clock = { seconds_per_step = 0.5, speed_sigma = 1.0 }
 algorithm = { batch_size = 10 }
 compare = { seeds = 2, last = 4, target = 0.35, drift = 1 }
 sweep = { validation = 0.25 }
@@ -380,3 +386,21 @@ def test_the_command_refuses_politely(compared, tmp_path):
     told = CliRunner().invoke(app, ["compare", "--resume", str(out)])
     assert "diverged" in told.stdout
     assert "fedbraid report" in told.stdout
+
+
+@pytest.mark.parametrize("target", [0.35, None])
+def test_the_printed_table_has_the_simulated_time(compared, target):
+    summary, out = copy.deepcopy(compared[0]), compared[1]
+    final = [read_metrics(out / rows_of(summary)["one"]["folder"] / f"seed-{s}")["simulated_seconds"] for s in (0, 1)]
+    console = Console(width=200, record=True, file=io.StringIO())
+    _closing(console, summary | {"target": target}, out)
+    text = console.export_text()
+    whole = rows_of(summary)["one"]["simulated_seconds"]
+    assert whole == pytest.approx(np.mean([column[-1] for column in final]))
+    shown = whole if target is None else rows_of(summary)["one"]["simulated_seconds_to_target"]
+    assert ("  time to 0.35" in text) == (target is not None)
+    assert format_seconds(shown) in next(line for line in text.splitlines() if line.startswith("one"))
+    for row in summary["methods"]:
+        row.pop("simulated_seconds", None)  # a folder of an earlier version
+    _closing(console, summary, out)
+    assert "simulated" not in console.export_text()

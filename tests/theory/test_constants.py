@@ -92,6 +92,23 @@ def test_all_clients_give_the_exact_constants(kind, weighting):
     assert got.notes == ()
 
 
+def test_the_loss_gets_preprocessed_batches():
+    """A split that preprocesses has the constants of the data as preprocessed by hand, in gradients and Hessians."""
+    split = least_squares(clients=3, dim=4, examples=12, seed=5)
+    done = Split.from_clients([{**split.client(i), "x": 2 * split.client(i)["x"] - 1} for i in range(3)])
+
+    def prepare(batch, key, train):
+        assert key is None  # no augmentation
+        assert not train
+        return {**batch, "x": 2 * batch["x"] - 1}
+
+    x = 0.3 * np.random.default_rng(0).standard_normal(4)
+    with jax.enable_x64(True):
+        got = estimate(square_loss, jnp.asarray(x), dataclasses.replace(split, preprocess=prepare), batch_size=4)
+    for name, value in exact(done, x, "square", 4, "examples").items():
+        assert getattr(got, name).value == pytest.approx(value, rel=1e-6), name
+
+
 @pytest.mark.parametrize("kind", ["square", "logistic"])
 def test_lanczos_in_float32_is_within_five_percent(kind):
     """The method for large models: only Hessian-vector products, with the default tolerance."""

@@ -122,6 +122,20 @@ def test_cost_counts_what_is_sent():
         tf.private(tf.dp(fb.fedavg(_odd_loss), noise=1.0), "head")
 
 
+@pytest.mark.parametrize("make", [lambda alg: tf.private(alg, "head"), lambda _: fb.fedper(_odd_loss, head="head")])
+def test_transforms_that_need_every_leaf_are_refused(make):
+    alg = make(fb.fedavg(_odd_loss))
+    for name, transform in {
+        "elastic": lambda alg: tf.elastic(alg, lambda params, batch: batch["x"] @ params["w"]),
+        "hypergradient": tf.hypergradient,
+        "top_k with error feedback": tf.top_k,
+        "qsgd with error feedback": lambda alg: tf.qsgd(alg, error_feedback=True),
+    }.items():
+        with pytest.raises(StructureError, match=f"^{name} over private leaves: .* sends only the shared ones"):
+            transform(alg)
+    check_structure(tf.top_k(alg, error_feedback=False), _odd_start(), data_shapes(clients()))
+
+
 def test_patterns_are_checked():
     params = {"body": [jnp.zeros(2), jnp.zeros(3)], "head": {"w": jnp.zeros(4)}}
     assert leaf_names(params) == ["body.0", "body.1", "head.w"]

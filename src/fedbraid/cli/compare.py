@@ -68,61 +68,80 @@ def command(
 
 
 def _closing(console: Console, summary: dict[str, Any], folder: Path) -> None:
-    from fedbraid.cli.sweep import show
     from fedbraid.experiment.comparison import rows_by_model
-    from fedbraid.experiment.trials import judged_by
-    from fedbraid.units import format_bytes
 
-    metric, target = summary["metric"], summary["target"]
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    heads = ["method", "tuned to", "cohort", (metric or "score").removeprefix("test_")]
-    heads += [f"rounds to {target:g}", f"sent to {target:g}"] if target is not None else []
-    heads += ["worst tenth", "worst"]
-    for i, head in enumerate(heads):
-        table.add_column(head, justify="left" if i < 2 else "right")
     methods = rows_by_model(summary["methods"])
-    scores = [row["score"] for row in methods if row.get("score") is not None]
-    best = judged_by(summary).best(scores) if scores else None
-    edges = []
-    for row in methods:
-        if row["best"] is None:
-            table.add_row(row["label"], "every point diverged", str(row["cohort"]))
-            continue
-        values = ", ".join(f"{key.split('.')[-1]} {show(value)}" for key, value in row["best"].items())
-        edges += [f"{row['label']}: {key.split('.')[-1]}" for key in row["at_edge"]]
-        cells = [row["label"], values, str(row["cohort"])]
-        if row["score"] is None:
-            cells.append(f"{row['diverged']} diverged")
-        else:
-            spread = "" if row["deviation"] is None else f" ± {row['deviation']:.2g}"
-            score = f"{row['score']:.4f}"
-            cells.append((f"[bold]{score}[/]" if row["score"] == best else score) + spread)
-        if target is not None:
-            never = f"{row['reached']} of {len(summary['seeds'])} seeds"
-            rounds, sent = row["rounds_to_target"], row["bytes_to_target"]
-            cells += [never if rounds is None else f"{rounds:.0f}", "" if sent is None else format_bytes(sent)]
-        clients = row["clients"] or {}
-        cells += [f"{clients[name]:.3f}" if name in clients else "" for name in ("worst_tenth", "worst")]
-        table.add_row(*cells)
-    for baseline in _baseline_rows(summary):
-        table.add_row(*baseline, style="italic")
+    timed = any(row.get("simulated_seconds") is not None for row in methods)
+    table = _table(summary, methods, timed)
+    if console.width < 100:
+        table.padding = (0, 1, 0, 0)
     console.print(table)
     over = ", ".join(map(str, summary["seeds"]))
     equal = summary["protocol"].replace("-", " ")
     console.print(f"\n{summary['criterion']}; mean ± deviation over seeds {over}; equal {equal}.")
     console.print("worst tenth: 10% of the clients score worse, each on its own test examples, with the last model.")
+    if timed:
+        console.print("time: simulated, by the clock of the configuration; mean over seeds.")
     if summary["tuned_on"]:
         console.print(f"Tuned on {summary['tuned_on']}; the test set was not used.")
     for row in summary.get("baselines", ()):
         elsewhere = row.get("everywhere")
         more = "" if elsewhere is None else f"; on the examples of all clients its model has {elsewhere:.4f}"
         console.print(f"[italic]{row['label']}[/]: {row['about']}{more} ({row['seconds']:.0f} s).", soft_wrap=True)
+    edges = [f"{row['label']}: {key.split('.')[-1]}" for row in methods if row["best"] for key in row["at_edge"]]
     if edges:
         console.print(f"[yellow]best at the edge of the grid, try values beyond it: {'; '.join(edges)}[/]")
     console.print(f"\nsee it: fedbraid report {folder}", soft_wrap=True)
 
 
-def _baseline_rows(summary: dict[str, Any]) -> list[list[str]]:
+def _table(summary: dict[str, Any], methods: list[dict[str, Any]], timed: bool) -> Table:
+    """One row per method, then the baselines. timed: whether the configuration has a clock."""
+    from fedbraid.experiment.trials import judged_by
+
+    metric, target = summary["metric"], summary["target"]
+    heads = ["method", "tuned to", "cohort", (metric or "score").removeprefix("test_")]
+    heads += [f"rounds to {target:g}", f"sent to {target:g}"] if target is not None else []
+    heads += ["time" if target is None else f"time to {target:g}"] if timed else []
+    heads += ["worst tenth", "worst"]
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for i, head in enumerate(heads):
+        table.add_column(head, justify="left" if i < 2 else "right", overflow="fold")
+    scores = [row["score"] for row in methods if row.get("score") is not None]
+    best = judged_by(summary).best(scores) if scores else None
+    for row in methods:
+        table.add_row(*_cells(row, summary, best, timed))
+    for baseline in _baseline_rows(summary, timed):
+        table.add_row(*baseline, style="italic")
+    return table
+
+
+def _cells(row: dict[str, Any], summary: dict[str, Any], best: float | None, timed: bool) -> list[str]:
+    """The cells of a method. best: the best score of all methods, which is printed in bold."""
+    from fedbraid.cli.sweep import show
+    from fedbraid.units import format_bytes, format_seconds
+
+    if row["best"] is None:
+        return [row["label"], "every point diverged", str(row["cohort"])]
+    values = ", ".join(f"{key.split('.')[-1]} {show(value)}" for key, value in row["best"].items())
+    cells = [row["label"], values, str(row["cohort"])]
+    if row["score"] is None:
+        cells.append(f"{row['diverged']} diverged")
+    else:
+        spread = "" if row["deviation"] is None else f" ± {row['deviation']:.2g}"
+        score = f"{row['score']:.4f}"
+        cells.append((f"[bold]{score}[/]" if row["score"] == best else score) + spread)
+    if summary["target"] is not None:
+        never = f"{row['reached']} of {len(summary['seeds'])} seeds"
+        rounds, sent = row["rounds_to_target"], row["bytes_to_target"]
+        cells += [never if rounds is None else f"{rounds:.0f}", "" if sent is None else format_bytes(sent)]
+    if timed:
+        time = row.get("simulated_seconds" if summary["target"] is None else "simulated_seconds_to_target")
+        cells.append("" if time is None else format_seconds(time))
+    clients = row["clients"] or {}
+    return cells + [f"{clients[name]:.3f}" if name in clients else "" for name in ("worst_tenth", "worst")]
+
+
+def _baseline_rows(summary: dict[str, Any], timed: bool) -> list[list[str]]:
     """The rows of the baselines, after an empty row: they are no methods, send nothing and are never the best."""
     from fedbraid.cli.sweep import show
 
@@ -133,6 +152,6 @@ def _baseline_rows(summary: dict[str, Any]) -> list[list[str]]:
         score = "diverged" if row["score"] is None else f"{row['score']:.4f}{spread}"
         clients = row["clients"] or {}
         rest = [f"{clients[name]:.3f}" if name in clients else "" for name in ("worst_tenth", "worst")]
-        target = ["", ""] if summary["target"] is not None else []
-        rows.append([row["label"], values or "every point diverged", "-", score, *target, *rest])
+        empty = [""] * ((2 if summary["target"] is not None else 0) + timed)
+        rows.append([row["label"], values or "every point diverged", "-", score, *empty, *rest])
     return [[], *rows] if rows else []

@@ -365,7 +365,8 @@ def _table_of(outcome: PointsResult) -> dict[str, np.ndarray]:
 def _statistics(finals: Sequence[Final], criterion: Criterion) -> dict[str, Any]:
     """The statistics of a method's runs, for its row."""
     scores, rounds_to, bytes_to, times_to = [], [], [], []
-    for final in finals:
+    clocks = [final.table.get(SIMULATED) for final in finals]
+    for final, clock in zip(finals, clocks, strict=True):
         seen = np.isfinite(final.table[criterion.metric.name])
         at, values = final.table["round"][seen], final.table[criterion.metric.name][seen]
         scores.append(criterion.score_of(at, values, int(final.table["round"][-1])))
@@ -373,8 +374,8 @@ def _statistics(finals: Sequence[Final], criterion: Criterion) -> dict[str, Any]
         rounds_to.append(reached)
         sent = final.table["bytes_down"] + final.table["bytes_up"]
         bytes_to.append(None if reached is None else float(sent[reached - 1]))
-        clock = final.table.get(SIMULATED)
         times_to.append(None if reached is None or clock is None else float(clock[reached - 1]))
+    times = [clock[-1] for clock in clocks if clock is not None]
     sound = not any(final.diverged for final in finals)
     return {
         "diverged": sum(final.diverged for final in finals),
@@ -384,6 +385,7 @@ def _statistics(finals: Sequence[Final], criterion: Criterion) -> dict[str, Any]
         "rounds_to_target": None if None in rounds_to else _mean(rounds_to),
         "bytes_to_target": None if None in bytes_to else _mean(bytes_to),
         "simulated_seconds_to_target": None if None in times_to else _mean(times_to),
+        "simulated_seconds": _mean(times) if times else None,
         "reached": sum(r is not None for r in rounds_to),
         "clients": _over_clients([final.clients.get(criterion.metric.name) for final in finals], criterion.metric),
         "seconds": _mean([final.table["seconds"][-1] for final in finals]),

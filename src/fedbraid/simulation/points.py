@@ -16,8 +16,8 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,27 +25,28 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedbraid import address
-from fedbraid.core import Algorithm, finite
+from fedbraid.core import Algorithm
 from fedbraid.costs import cost, data_shapes, nbytes
-from fedbraid.data.federated import FederatedData, Split
-from fedbraid.lowering import captured, lower_metrics, notice_unmet
+from fedbraid.data.federated import Split
+from fedbraid.lowering import captured, notice_unmet
 from fedbraid.metric import declared_by, is_client_column
 from fedbraid.simulation import checkpoint
 from fedbraid.simulation.asynchrony import Versions, no_past
 from fedbraid.simulation.devices import client_mesh, replicated, sharded, total_memory
-from fedbraid.simulation.evaluate import client_values, in_batches, score, summarize
+from fedbraid.simulation.evaluate import in_batches
 from fedbraid.simulation.feed import Feed
 from fedbraid.simulation.history import History
 from fedbraid.simulation.loop import RoundLoop, Schedule
+from fedbraid.simulation.one_point import OnePoint, PointTask, Study
 from fedbraid.simulation.options import EngineOptions
 from fedbraid.simulation.padding import check_padding, recorded_losses
-from fedbraid.simulation.personal import Layout, PersonalEvaluator, has_own_models, layout_of, score_blocks
+from fedbraid.simulation.personal import Layout, PersonalEvaluator, has_own_models, layout_of
 from fedbraid.simulation.placement import states_on_host, streams, without_lanes
 from fedbraid.simulation.plan import Plan, choose_plan, steps_of
 from fedbraid.simulation.points_result import PointsResult, joined
-from fedbraid.simulation.program import Program, Task, compile_rounds
+from fedbraid.simulation.program import Program
 from fedbraid.simulation.result import Checkpoints
-from fedbraid.simulation.rounds import WINDOW, CompiledRounds, Start, strong
+from fedbraid.simulation.rounds import WINDOW, CompiledRounds, Start
 from fedbraid.simulation.timing import check_timing, timelines
 
 __all__ = ["PointTask", "Points", "PointsResult", "Study"]
@@ -57,54 +58,8 @@ SHARE = 0.6  # share of a device's memory that one program may use
 WIDE = 16_000  # for models of fewer bytes, one matrix product for all points is faster than one per point
 
 
-class PointTask(NamedTuple):
-    """What one point runs: its task, its metrics, and a function from the seed to the initial parameters."""
-
-    task: Task
-    metrics: Callable | None
-    init: Callable[[int], PyTree]
-
-
-@dataclass(frozen=True, eq=False)
-class Study:
-    """What all points of a program share.
-
-    build: ``(values, data) -> PointTask``; ``values`` has a (traced) number for each key.
-    keys: names of the hyper-parameters that differ between points.
-    first: a valid point, for shapes and communication costs.
-    data: the federated data; training uses its training split.
-    test: the split to evaluate on; None does not evaluate. Its columns begin with ``prefix``.
-    """
-
-    build: Callable[[Mapping[str, Any], FederatedData], PointTask]
-    keys: tuple[str, ...]
-    first: Mapping[str, float]
-    data: FederatedData
-    test: Split | None = None
-    prefix: str = "test_"
-
-
 class PointsError(ValueError):
     """The points cannot run on this machine; the message says what to change."""
-
-
-@jax.custom_batching.custom_vmap
-def _own_copy(field: Any, values: Any) -> Any:
-    """``field``; under a ``vmap`` over points, a copy of it for each point.
-
-    All points see the same batch. If it is one shared array, XLA makes one wide product with the weights of all points
-    and transposes the weights at every step. A copy per point gives one small product per point and no transpose. On a
-    CPU that took 0.7 of the time with softmax regression (784 -> 62) and 0.8 with an MLP of 300-100 units.
-    """
-    del values
-    return field
-
-
-@_own_copy.def_vmap
-def _copies(points: int, mapped: Sequence[bool], field: Any, values: Any) -> tuple[Any, bool]:
-    if not mapped[1]:  # this vmap is over clients; the one over points comes later
-        return _own_copy(field, values), mapped[0]
-    return (field if mapped[0] else jnp.broadcast_to(field, (points, *field.shape))), True
 
 
 class Points:
@@ -163,81 +118,29 @@ class Points:
             self.feed.reserve(range(schedule.rounds))
         test = study.test
         self.test = None if test is None else jax.device_put(in_batches(test), replicated(self.mesh))
-        self.clients = 0 if test is None else test.num_clients
-        self.params_bytes = nbytes(params)
         self.own: Layout | None = None
         if test is not None and has_own_models(alg, study.data, test):
             self.own = layout_of(test, alg, params)
+        spread = nbytes(params) >= WIDE
+        self.point = OnePoint(study, self.base, self.options, self.inner, self.stream, spread, self.own)
         self._fit(points if most is None else min(points, most))
 
     # -- programs
 
-    def _point(self, values: Any) -> PointTask:
-        """The task of the point with the (traced) ``values``."""
-        if not self.study.keys:
-            return self.base
-        point = {key: values[i] for i, key in enumerate(self.study.keys)}
-        if self.params_bytes < WIDE:
-            return self.study.build(point, self.study.data)
-        prepare = self.study.data.preprocess or (lambda batch, key, train: dict(batch))
-
-        def spread(batch: Any, key: Any, train: bool) -> dict[str, Any]:
-            return {name: _own_copy(field, values) for name, field in prepare(batch, key, train).items()}
-
-        return self.study.build(point, replace(self.study.data, preprocess=spread))
-
-    def _start(self, values: Any, params: PyTree) -> tuple[PyTree, PyTree]:
-        """The first states of the server and of a client."""
-        alg = self._point(values).task.algorithm
-        return strong(alg.init(params)), strong(alg.init_client(params))
-
     @functools.cached_property
     def _starting(self) -> Callable:
-        """`_start` for all points. It is made once: a new function would be compiled again in every run."""
-        return self._mapped(self._start, (0, None))
+        """``start`` for all points. It is made once: a new function would be compiled again in every run."""
+        return self._mapped(self.point.start, (0, None))
 
     def _no_past(self, server: PyTree) -> PyTree:
         """Places for the past models of all points; None if the run is not asynchronous."""
         alg = self.base.task.algorithm
         return jax.vmap(lambda one: no_past(alg, one, self.places))(server) if self.places else None
 
-    def _rounds(self, plan: Plan, values: Any, server: Any, states: Any, *rest: Any) -> Any:
-        task = self._point(values).task
-        return compile_rounds(task, plan, self.inner, self.options, local=self.stream).rounds(server, states, *rest)
-
-    def _exchange(self, plan: Plan, index: int, values: Any, server: Any, states: Any, *rest: Any) -> Any:
-        task = self._point(values).task
-        program = compile_rounds(task, plan, self.inner, self.options, local=self.stream)
-        return program.exchange(index, server, states, *rest)
-
-    def _look(self, values: Any, server: PyTree, test: Any) -> Any:
-        """Evaluate: scores, each client's own metrics, and whether the model is finite."""
-        point = self._point(values)
-        params = point.task.algorithm.params(server)
-        row, clients = {}, {}
-        if test is not None:
-            assert point.metrics is not None
-            prepare = point.task.data.preprocess
-            metrics = lower_metrics(point.metrics, self.options)
-            scores = score(metrics, params, *test, clients=self.clients, preprocess=prepare)
-            declared = declared_by(point.metrics)
-            row = summarize(scores, self.study.prefix, declared)
-            clients = {self.study.prefix + n: values for n, values in client_values(scores, declared).items()}
-        return row, clients, finite(params)
-
-    def _look_own(self, values: Any, test: Any, server: PyTree, states: PyTree, blocks: Any) -> Any:
-        """Scores of a chunk of the clients' own models."""
-        point = self._point(values)
-        assert self.own is not None
-        assert point.metrics is not None
-        metrics, prepare = lower_metrics(point.metrics, self.options), point.task.data.preprocess
-        alg = point.task.algorithm
-        return score_blocks(metrics, alg, server, states, test[0], blocks, layout=self.own, preprocess=prepare)
-
     @functools.cached_property
     def _looking_own(self) -> Callable:
-        """`_look_own` for all points, made once. States that are on the host have the clients before the points."""
-        return self._mapped(self._look_own, (0, None, 0, 1 if self.on_host else 0, None))
+        """``look_own`` for all points, made once. States that are on the host have the clients before the points."""
+        return self._mapped(self.point.look_own, (0, None, 0, 1 if self.on_host else 0, None))
 
     def _mapped(self, function: Callable, in_axes: tuple, out_axes: Any = 0) -> Any:
         """``function`` mapped over points. Arguments with axis None are shared by all points."""
@@ -264,7 +167,7 @@ class Points:
         server, client = jax.eval_shape(start, values, params)
         past = jax.eval_shape(self._no_past, server)
         server, states = placed(server), placed(client, self.study.data.train.num_clients)
-        look = self._mapped(self._look, (0, 0, None)).lower(values, server, self.test).compile()
+        look = self._mapped(self.point.look, (0, 0, None)).lower(values, server, self.test).compile()
         if self.on_host:  # exchanges compile when they are first called
             return self._exchanges(self.plan), look, _memory(look)
         portion = self.feed.portion(0, 1)  # streamed blocks have the size that is reserved for all seeds and rounds
@@ -276,13 +179,13 @@ class Points:
         return rounds, look, max(_memory(rounds), _memory(look))
 
     def _mapped_rounds(self, plan: Plan) -> Any:
-        return self._mapped(lambda *a: self._rounds(plan, *a), (0, 0, 0, None, None, None, None, None))
+        return self._mapped(lambda *a: self.point.rounds(plan, *a), (0, 0, 0, None, None, None, None, None))
 
     def _exchanges(self, plan: Plan) -> Callable:
         axes = (0, 0, 1, None, None, None, None)
         count = len(self.base.task.algorithm.exchanges)
         return [  # type: ignore[return-value]
-            self._mapped(lambda *a, i=i: self._exchange(plan, i, *a), axes, (0, 1, 0)) for i in range(count)
+            self._mapped(lambda *a, i=i: self.point.exchange(plan, i, *a), axes, (0, 1, 0)) for i in range(count)
         ]
 
     def _bound(self, values: Any) -> Callable[[Plan], Program]:
@@ -317,7 +220,7 @@ class Points:
         room = SHARE * total_memory(device) / (devices if device.platform == "cpu" else 1)  # CPU devices share memory
         least, population = self._whole(1), self.study.data.train.num_clients
         server, client = jax.eval_shape(
-            self._start, jnp.zeros(len(self.study.keys)), jax.eval_shape(lambda: self.base.init(self.seeds[0]))
+            self.point.start, jnp.zeros(len(self.study.keys)), jax.eval_shape(lambda: self.base.init(self.seeds[0]))
         )
         # server and states before and after a round: a lower bound, so that programs that cannot fit are not compiled
         each = nbytes(server) + (0 if self.on_host else population * nbytes(client))

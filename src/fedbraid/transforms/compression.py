@@ -32,7 +32,15 @@ import numpy as np
 from fedbraid.core import Algorithm, Down, Exchange, Report, StructureError, Up, check_choice, check_count, check_number
 from fedbraid.transforms.clients import map_report
 from fedbraid.transforms.codes import Norm, Quantized, Sparse, decoded, place_dtype, quantized, quantized_bytes, sparse
-from fedbraid.transforms.uploads import Extended, change_exchanges, extend_client, recode, refuse_sealed, through
+from fedbraid.transforms.uploads import (
+    Extended,
+    change_exchanges,
+    extend_client,
+    recode,
+    refuse_partial,
+    refuse_sealed,
+    through,
+)
 
 __all__ = ["qsgd", "quantize", "top_k"]
 
@@ -179,6 +187,7 @@ def _compress(
         refuse_sealed(exchange, name)
         if not error_feedback:
             return recode(exchange, whole, decode)
+        refuse_partial(exchange, f"{name} with error feedback", instead="; error_feedback=False works")
         return _feed_back(exchange, whole, decode, name)
 
     if not error_feedback:

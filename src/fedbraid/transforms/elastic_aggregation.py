@@ -49,7 +49,7 @@ from fedbraid.core import (
 )
 from fedbraid.local import MASK, Batches, ClientData, Fold, LocalWork, grad, masked_mean
 from fedbraid.transforms.clients import with_fold
-from fedbraid.transforms.uploads import averages, change_exchanges, refuse_sealed
+from fedbraid.transforms.uploads import averages, change_exchanges, refuse_partial, refuse_sealed
 
 __all__ = ["elastic", "elasticity"]
 
@@ -116,6 +116,7 @@ def elastic(
 
     def change(one: Exchange) -> Exchange:
         refuse_sealed(one, "elastic")
+        refuse_partial(one, "elastic")
         _check_kept(one)
         return _receive_elastically(one._replace(client=with_fold(one.client, sense, _sensed)), tau)
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from fedbraid.core import Aggregate, Algorithm, Exchange, Logged, check_choice, check_number, logged
 from fedbraid.transforms.extrapolation import RATE, refuse_kept
-from fedbraid.transforms.uploads import Extended, change_exchanges, extend_server, norm, refuse_sealed
+from fedbraid.transforms.uploads import Extended, change_exchanges, extend_server, norm, refuse_partial, refuse_sealed
 
 __all__ = ["hypergradient"]
 
@@ -73,6 +73,7 @@ def hypergradient(
 
     def change(one: Exchange) -> Exchange:
         refuse_sealed(one, "hypergradient")
+        refuse_partial(one, "hypergradient")
         refuse_kept(one, "hypergradient")
 
         def receive(server: Extended, aggregate: Aggregate, key: Any) -> Logged:

@@ -258,6 +258,7 @@ def _keeping(alg: Algorithm, exchange: Exchange) -> Exchange:
         client=_on_whole_model(exchange, finish),
         receive=receive,
         reconcile=reconcile if exchange.keeps else exchange.reconcile,
+        partial=True,
     )
 
 

@@ -37,6 +37,7 @@ __all__ = [
     "extend_server",
     "norm",
     "recode",
+    "refuse_partial",
     "refuse_sealed",
     "through",
 ]
@@ -171,6 +172,15 @@ def refuse_sealed(exchange: Exchange, what: str) -> None:
         raise ValueError(
             f"{what} over dp would change uploads after dp has bounded their sensitivity, and epsilon would be wrong: "
             f"put dp outside, dp({what}(algorithm))"
+        )
+
+
+def refuse_partial(exchange: Exchange, what: str, *, instead: str = "") -> None:
+    """Refuse uploads without private leaves, if the transform needs every leaf of the model."""
+    if exchange.partial:
+        raise StructureError(
+            f"{what} over private leaves: {what} needs all leaves of the model, but exchange {exchange.name!r} sends "
+            f"only the shared ones; leave {what} out, or use an algorithm that sends the whole model{instead}"
         )
 
 

@@ -215,11 +215,8 @@ def settings_of(config: Config, split: Split) -> Settings:
 
 
 def evaluation_loss(made: Experiment) -> Any:
-    """The model's loss without dropout or augmentation; the constants are those of this function."""
-    prepare = made.data.preprocess
-    if prepare is None:
-        return lambda params, batch, key: made.model.loss(params, batch, None)
-    return lambda params, batch, key: made.model.loss(params, prepare(batch, None, False), None)
+    """The model's loss of a preprocessed batch, without dropout; the constants are those of this function."""
+    return lambda params, batch, key: made.model.loss(params, batch, None)
 
 
 def _probe(

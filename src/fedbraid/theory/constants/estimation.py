@@ -35,7 +35,8 @@ def estimate(
 ) -> Constants:
     """Estimate the constants at ``params`` from ``clients`` sampled clients (all of them if there are fewer).
 
-    The loss is called with ``key=None``: evaluation mode for the models of this library (no dropout).
+    The loss is called with ``key=None``: evaluation mode for the models of this library (no dropout). If the split has
+    a ``preprocess``, the loss gets preprocessed batches, as in a simulation; without augmentation.
 
     batch_size: of training; sigma2 is the gradient noise of such a batch. None: full batches, no noise.
     weighting: the weight of a client in f, as in training.
@@ -60,8 +61,10 @@ def estimate(
     if len(sample.ids) < split.num_clients:
         notes.append(f"{len(sample.ids)} of {split.num_clients} clients sampled; maxima are over these")
 
+    prepare = getattr(split, "preprocess", None)
+
     def flat_loss(x: Any, batch: dict) -> Any:
-        return loss(unravel(x), batch, None)
+        return loss(unravel(x), batch if prepare is None else prepare(batch, None, False), None)
 
     found = client_gradients(flat_loss, flat, split, sample, batch_size, rng)
     if not np.all(np.isfinite(found.losses)):

@@ -16,7 +16,7 @@ MASK = "mask"  # the field of a batch that is 1 for real rows and 0 for padding
 
 
 class Clients(Protocol):
-    """Examples grouped by client; `fedbraid.Split` is one."""
+    """Examples grouped by client; `fedbraid.Split` is one. It may have ``preprocess(batch, key, train) -> batch``."""
 
     @property
     def num_clients(self) -> int: ...
