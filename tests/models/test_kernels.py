@@ -66,6 +66,53 @@ def test_more_positions_than_a_tile_and_more_outputs_than_a_block():
     _compare(_normal(0, 2, 14, 13, 32), _normal(1, 3, 3, 32, 70), (1, 1), ((0, 0), (1, 1)))
 
 
+@pytest.mark.parametrize(
+    ("size", "channels", "out", "window", "stride"),
+    [(6, 64, 128, 3, 2), (5, 128, 64, 3, 1), (4, 64, 192, 1, 2), (7, 64, 64, 2, 3)],
+)
+def test_wide_layers_in_bfloat16(size, channels, out, window, stride, as_if_on_a_gpu):
+    pad = window // 2
+    theirs = _xla((stride, stride), ((pad, pad), (pad, pad)))
+    x, w = _normal(0, 2, size, size, channels), 0.1 * _normal(1, window, window, channels, out)
+    x, w = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+
+    def ours(x, w):
+        return layers.conv2d(x, w, stride=stride, padding=pad)
+
+    with jax.default_matmul_precision("BF16_BF16_F32"):
+        assert "name=convolution\n" in str(jax.make_jaxpr(ours)(x, w))
+        y, back = jax.vjp(ours, x, w)
+    exact, exact_back = jax.vjp(theirs, *(a.astype(jnp.float32) for a in (x, w)))
+    dy = _normal(2, *exact.shape).astype(jnp.bfloat16)
+    for a, b in zip((y, *back(dy)), (exact, *exact_back(dy.astype(jnp.float32))), strict=True):
+        assert a.dtype == jnp.bfloat16
+        assert 0 < float(jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b)) < 0.004  # its last rounding
+
+
+def test_a_wide_layer_with_its_bias_and_relu_in_bfloat16(as_if_on_a_gpu):
+    layer = {"w": (0.1 * _normal(0, 3, 3, 64, 192)).astype(jnp.bfloat16), "b": 0.1 * _normal(1, 192)}
+    x = _normal(2, 1, 4, 4, 64).astype(jnp.bfloat16)
+
+    def loss(layer, x):
+        return (layers.conv_relu(layer, x, stride=2, padding=1).astype(jnp.float32) ** 2).sum()
+
+    exact = jax.grad(loss, (0, 1))(*jax.tree.map(lambda a: a.astype(jnp.float32), (layer, x)))
+    with jax.default_matmul_precision("BF16_BF16_F32"):
+        assert "name=convolution_relu\n" in str(jax.make_jaxpr(loss)(layer, x))
+        found = jax.grad(loss, (0, 1))(layer, x)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        assert 0 < float(jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b)) < 0.02
+
+
+def test_the_gradient_of_strided_images_multiplies_only_what_meets():
+    """Of a window of 3 x 3 with stride 2, an image's value meets 1, 2, 2 or 4 places."""
+    back = convolution._back(Geometry((3, 3), (2, 2), low=(1, 1), out=(3, 3)), (6, 6))
+    parts = [convolution._part(back, jnp.int32(i)) for i in range(4)]
+    assert [int(part.many[0] * part.many[1]) for part in parts] == [1, 2, 2, 4]
+    assert [(int(part.first[0]), int(part.first[1])) for part in parts] == [(1, 1), (1, 0), (0, 1), (0, 0)]
+    assert [(int(part.shift[0]), int(part.shift[1])) for part in parts] == [(0, 0), (0, 0), (0, 0), (0, 0)]
+
+
 def test_each_client_has_its_own_kernel():
     x, w = _normal(0, 3, 2, 6, 6, 16), _normal(1, 3, 3, 3, 16, 8)
     geometry = Geometry((3, 3), out=(4, 4))
@@ -341,11 +388,14 @@ def test_kernels_lower_for_a_gpu(monkeypatch):
         sums = jax.vmap(lambda lane: grown.total(left, left, lane, lane))(count)
         return meets, jax.vmap(grown.outer)(x, h, left, count), sums, grown.empty((3,), x.dtype)
 
+    half = jnp.bfloat16
+
     def shape(*sizes, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(sizes, dtype)
 
     programs = [
         (convolution_step, (shape(2, 3, 8, 8, 32), shape(2, 3, 3, 32, 64))),
+        (convolution_step, (shape(2, 3, 8, 8, 64, dtype=half), shape(2, 3, 3, 64, 256, dtype=half))),
         (layer_step, (shape(2, 3, 8, 8, 32), shape(2, 289, 64))),
         (layer_step, (shape(2, 3, 8, 8, 32, dtype=jnp.bfloat16), shape(2, 289, 64))),
         (lstm_step, (shape(2, 9, 4, 64), shape(2, 16, 64, dtype=jnp.bfloat16), shape(2, 9, 4, 16))),

@@ -27,6 +27,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from fedbraid.local import Fold
 from fedbraid.lowering import kernels
+from fedbraid.lowering.halves import rounded_leaves, run_rounded
 from fedbraid.lowering.options import Matrices
 from fedbraid.lowering.rows import Rows, Site, upright
 from fedbraid.lowering.symbolic import Leaf, Pair, Sum, follow_step, run_step, value_of
@@ -35,6 +36,7 @@ __all__ = ["Extent", "Growth", "extent_of", "grow"]
 
 PyTree = Any
 Array = Any
+HEAVY = 4e6  # bytes of all clients, a microsecond of a GPU's memory
 WORTH = 2e8  # bytes of memory traffic per step that must be saved to pay for the launches of more kernels
 
 
@@ -46,6 +48,7 @@ class Growth:
     sites: tuple[Site, ...]  # in the order of leaves
     step: Callable  # (slot, k, leaves, rows) -> (leaves, rows)
     whole: dict[int, str] = field(default_factory=dict)  # other matrices, and why they are not stored as rows
+    halves: tuple[int, ...] = ()  # leaves of which a copy in bfloat16 is stored, too: after all others
 
     def empty(self, lanes: int) -> tuple[Rows, ...]:
         """Buffers for the rows of ``lanes`` clients."""
@@ -53,8 +56,9 @@ class Growth:
 
     def rest(self, carry: PyTree) -> list[Array]:
         """The leaves of a carry that are not stored as rows."""
-        grown = {site.leaf for site in self.sites}
-        return [leaf for i, leaf in enumerate(jax.tree.leaves(carry)) if i not in grown]
+        grown, leaves = {site.leaf for site in self.sites}, jax.tree.leaves(carry)
+        whole = [leaf for i, leaf in enumerate(leaves) if i not in grown]
+        return whole + [leaves[i].astype(jnp.bfloat16) for i in self.halves]
 
     def matrices(self, rows: tuple[Rows, ...]) -> list[Array]:
         """The matrices on all lanes; every row of the buffers must be filled."""
@@ -69,7 +73,7 @@ class Growth:
 
     def carry(self, rest: list[Array], matrices: list[Array]) -> PyTree:
         """One client's whole carry."""
-        leaves = list(rest)
+        leaves = list(rest[: len(rest) - len(self.halves)])
         for site, matrix in zip(self.sites, matrices, strict=True):
             leaves.insert(site.leaf, matrix)
         return jax.tree.unflatten(self.tree, leaves)
@@ -110,17 +114,18 @@ def grow(begin: Callable, advance: Callable, example: tuple, extent: Extent, how
     shared = {i: start for i, start in _shared(opening).items() if wanted and _is_matrix(avals[i])}
     whole = {i: TOO_SMALL for i in shared if how == "auto" and not _large(avals[i], extent)}
     candidates = {i: start for i, start in shared.items() if i not in whole}
-    if not candidates:
+    if not candidates and not (kernels.available() and any(_is_heavy(aval, extent) for aval in avals)):
         return Growth(tree, (), plainly, whole)
     step = jax.make_jaxpr(lambda slot, k, *leaves: plainly(slot, k, list(leaves))[0])(*example, *avals)
-    while True:
+    while candidates:
         found, refused = _rehearse(step, example, avals, candidates, extent, how)
         whole |= refused
         if not refused:
-            break
+            sites = tuple(found[i] for i in sorted(found))
+            return Growth(tree, sites, partial(run_step, step, sites), whole)
         candidates = {i: candidates[i] for i in found}  # rejected matrices are now whole, and may use one of these
-    sites = tuple(found[i] for i in sorted(found))
-    return Growth(tree, sites, partial(run_step, step, sites) if sites else plainly, whole)
+    halves = tuple(i for i in rounded_leaves(step, 2) if _is_heavy(avals[i], extent))
+    return Growth(tree, (), partial(run_rounded, step, halves) if halves else plainly, whole, halves)
 
 
 def _shared(opening: ClosedJaxpr) -> dict[int, Array]:
@@ -132,6 +137,11 @@ def _shared(opening: ClosedJaxpr) -> dict[int, Array]:
 
 def _is_matrix(aval: Any) -> bool:
     return aval.ndim == 2 and jnp.issubdtype(aval.dtype, jnp.floating)
+
+
+def _is_heavy(aval: Any, extent: Extent) -> bool:
+    """Whether it is worth storing a leaf in bfloat16, too: reading it in float32 takes longer than a launch."""
+    return aval.dtype == jnp.float32 and extent.lanes * aval.size * 4 > HEAVY
 
 
 def _is_half(pair: Pair) -> bool:

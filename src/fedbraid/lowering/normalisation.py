@@ -7,9 +7,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Norm", "plainly"]
+__all__ = ["Norm", "Weights", "plainly"]
 
 Array = jax.Array
+Weights = tuple[Array, Array]  # scale and shift of each channel
 
 
 class Norm(NamedTuple):
@@ -20,8 +21,8 @@ class Norm(NamedTuple):
     relu: bool = False
 
 
-def plainly(x: Array, weights: Array, residual: Array | None, norm: Norm) -> Array:
-    """The definition: x [B, N, C], weights [2, C] with scale and shift, residual [B, N, C] or None."""
+def plainly(x: Array, weights: Weights, residual: Array | None, norm: Norm) -> Array:
+    """The definition: x [B, N, C], weights (scale [C], shift [C]), residual [B, N, C] or None."""
     b, n, c = x.shape
     grouped = x.astype(jnp.promote_types(x.dtype, jnp.float32)).reshape(b, n, norm.groups, c // norm.groups)
     mean = grouped.mean((1, 3), keepdims=True)

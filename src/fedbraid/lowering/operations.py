@@ -126,7 +126,7 @@ def group_norm(
     b, h, w, c = x.shape
     x = x.astype(jnp.bfloat16) if _later.get() else x
     flat, past = x.reshape(b, h * w, c), None if residual is None else residual.astype(x.dtype).reshape(b, h * w, c)
-    how, weights = Norm(groups, epsilon, relu), jnp.stack([scale, shift])
+    how, weights = Norm(groups, epsilon, relu), (scale, shift)
     if kernels.available() and kernels.precision() != "exact" and x.dtype in (jnp.float32, jnp.bfloat16):
         from fedbraid.lowering.kernels.normalisation import normalise
 

@@ -56,7 +56,7 @@ TILES = {
     ("images", 4): Tiles(),
     ("images", 2): Tiles(),
     ("weights", 4): Tiles(cells=32, stages=2, split=6),
-    ("weights", 2): Tiles(cells=32, stages=2, split=6),
+    ("weights", 2): Tiles(cells=32, stages=3, split=6),
 }
 
 
@@ -76,6 +76,7 @@ def _as_matrix(weights: Array, geometry: Geometry, channels: int) -> Array:
 def convolve_relu(x: Array, weights: Array, geometry: Geometry, dtype=jnp.float32) -> Array:
     """Images [B, H, W, C] with weights [kh kw C + 1, O] to ReLU(convolution + bias) [B, h, w, O] of type ``dtype``."""
     kernel = _as_matrix(weights, geometry, x.shape[-1])
+    kernel = kernel.astype(dtype) if x.dtype == dtype else kernel
     return plain._forward(x, kernel, geometry, bias=weights[-1:], dtype=dtype)
 
 
@@ -95,9 +96,8 @@ def _convolve_relu_jvp(geometry, dtype, primals, tangents):
 
     def to_images(residuals, dy):
         y, weights = residuals
-        turned = plain._turned(_as_matrix(weights, geometry, channels))
-        back = convolve(jnp.where(y > 0, dy, 0).astype(jnp.float32), turned, plain._back(geometry, size))
-        return back.astype(x.dtype)
+        kernel = _as_matrix(weights, geometry, channels).astype(dtype)
+        return plain.images_gradient(gated(y, dy), kernel, geometry, size).astype(x.dtype)
 
     def along_weights(residuals, dw):
         x, y = residuals
