@@ -181,8 +181,8 @@ def test_patience_ends_a_run_and_the_summary_says_why(early):
     assert summary.best["value"] == values.max() == values[summary.best["round"] - 1]
     done = CliRunner().invoke(make_app(), ["run", "--resume", str(out)])
     assert done.exit_code == 0
-    assert "ended early" in done.stderr
-    assert "stop.patience" in done.stderr
+    assert "ended early" in done.output
+    assert "stop.patience" in done.output
 
 
 def test_the_best_model_is_kept_beside_the_last(early):

@@ -214,7 +214,7 @@ def fedexp_package(tmp_path, monkeypatch, forget):
 def test_an_installed_algorithm_goes_through_every_command(tmp_path, fedexp_package):
     """Run, report, cost, explain, sweep, compare, deploy: with no edit of the library; it logs its step."""
     place = config(tmp_path, SMALL.replace("NAME", "my_fedexp"))
-    shown = invoke("run", place, "--out", tmp_path / "run").stderr
+    shown = invoke("run", place, "--out", tmp_path / "run").output
     assert "code that is not fedbraid's: algorithm my_fedexp from fedexp_method 1.0" in shown.splitlines()[0]
     import pyarrow.parquet as pq
 

@@ -165,7 +165,8 @@ class _Bar:
 
         columns = SpinnerColumn(), BarColumn(bar_width=24), TaskProgressColumn(), TimeElapsedColumn()
         text = TextColumn("{task.fields[news]}")
-        self.bar = Progress(*columns, text, console=console, transient=True, disable=not show)
+        hidden = not show or not (console.is_terminal or console.is_jupyter)  # rich < 14.3 prints an empty line
+        self.bar = Progress(*columns, text, console=console, transient=True, disable=hidden)
         self.task = self.bar.add_task("", total=1.0, news="the constants of the data")
 
     def __enter__(self) -> _Bar:

@@ -155,7 +155,7 @@ class Bar:
             TextColumn("{task.fields[news]}"),
             console=console,
             transient=True,
-            disable=not show,
+            disable=not show or not (console.is_terminal or console.is_jupyter),  # rich < 14.3 prints an empty line
         )
         self.task = self.bar.add_task("", total=1.0, news="compiling")
         self.about = ""

@@ -79,8 +79,8 @@ def draw(share: Mapping[str, np.ndarray], factor: Mapping[str, np.ndarray]) -> F
 
 def quick(job: Job) -> Evidence:
     data = load("digits", clients=8)
-    options = {"rounds": 10, "cohort": 4, "seeds": (0, 1), "model": {"name": "mlp", "hidden": [16]}}
-    method = {"algorithm": FEDAVG, "points": at_rates((0.1,)), "evaluation": {"every": 10}}
+    options = {"rounds": 4, "cohort": 4, "seeds": (0, 1), "model": {"name": "mlp", "hidden": [16]}}
+    method = {"algorithm": FEDAVG, "points": at_rates((0.1,)), "evaluation": {"every": 4}}
     results = {
         name: run_method(name, data, job, elastic=form, **method, **options)
         for name, form in (("elastic (average)", AVERAGE), ("elastic (momentum)", MOMENTUM))

@@ -148,8 +148,8 @@ def dots(axis: Any, accuracy: Mapping[str, np.ndarray]) -> None:
 
 def quick(job: Job) -> Evidence:
     data = load("digits", clients=8)
-    options = {"algorithm": FEDAVG, "rounds": 10, "points": at_rates((0.1,)), "cohort": 4, "seeds": (0, 1)}
-    model = {"model": {"name": "softmax_regression"}, "evaluation": {"every": 10}}
+    options = {"algorithm": FEDAVG, "rounds": 4, "points": at_rates((0.1,)), "cohort": 4, "seeds": (0, 1)}
+    model = {"model": {"name": "softmax_regression"}, "evaluation": {"every": 4}}
     # with all held-out images in one batch and mu = 0, the momentum form is the average form
     one = {"batch_size": None}
     results = {
@@ -164,7 +164,7 @@ def quick(job: Job) -> Evidence:
     found = (
         Finding("mu = 0 and one batch: momentum is the average, test losses apart", "0", apart, 0.0, 1e-4, kind="own"),
         Finding(
-            "accuracy in % after 10 rounds", "learns", float(accuracy["elastic (momentum)"].min()), 40, 100, kind="own"
+            "accuracy in % after 4 rounds", "learns", float(accuracy["elastic (momentum)"].min()), 40, 100, kind="own"
         ),
         Finding("the control learns, too", "learns", float(accuracy[LARGER].min()), 40, 100, kind="own"),
     )
