@@ -252,8 +252,8 @@ def measurements() -> dict:
 AGAINST = {"cnn": "cnn, 100 lanes", "resnet": "resnet", "gpt": "gpt"}  # networks of gpu_torch.py, rows here
 
 
-def against_torch() -> dict:
-    """Milliseconds of a round here and in PyTorch, in one run."""
+def against_torch(only: list[str] | None = None) -> dict:
+    """Milliseconds of a round here and in PyTorch, in one run. ``only``: programs whose name has one of these words."""
     here, programs = Path(__file__), {}
     for network, row in AGAINST.items():
         for how in ("tf32", "bfloat16"):
@@ -262,8 +262,9 @@ def against_torch() -> dict:
             for way in ("graph", "vmap", "compiled"):
                 command = [sys.executable, str(here.with_name("gpu_torch.py")), network, way, how]
                 programs[f"{network} {how} torch {way}"] = command
+    wanted = {name: command for name, command in programs.items() if not only or any(word in name for word in only)}
     found = {}
-    for name, said in measure_in_turn(programs).items():
+    for name, said in measure_in_turn(wanted).items():
         try:
             last = json.loads(said)
         except json.JSONDecodeError:
@@ -276,7 +277,7 @@ def against_torch() -> dict:
         theirs = [
             v for n, v in found.items() if n.startswith(f"{network} ") and "torch" in n and not isinstance(v, str)
         ]
-        ours = found[f"{network} bfloat16 fedbraid"]
+        ours = found.get(f"{network} bfloat16 fedbraid", "not measured")
         if theirs and not isinstance(ours, str):
             print(f"{network}: {min(theirs) / ours:.1f}x PyTorch's best ({min(theirs):.1f} ms)")
     return found
@@ -294,7 +295,7 @@ def main() -> int:
     parser.add_argument("--against", choices=["torch"])
     options = parser.parse_args()
     if options.against:
-        found = against_torch()
+        found = against_torch(options.only)
         if options.json:
             print(json.dumps(found))
         return 0
