@@ -128,7 +128,7 @@ class FolderStates:
 
     def write(self, tag: str, buffers: Buffers) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        raw = {name: np.frombuffer(buffer.tobytes(), np.uint8) for name, buffer in buffers.items()}
+        raw: dict[str, Any] = {name: np.frombuffer(buffer.tobytes(), np.uint8) for name, buffer in buffers.items()}
         with (
             files.replacing(self._folder / f"{tag}.npz", mode=0o600) as partial,  # a state can tell about the data
             partial.open("wb") as file,
