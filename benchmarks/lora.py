@@ -1,17 +1,18 @@
 """LoRA on a Llama of SmolLM2-135M's shapes: tokens per second, memory and bytes, beside a sequential PyTorch loop.
 
     python benchmarks/lora.py [--json] [--clients 8] [--steps 4] [--batch 8] [--length 128] [--rank 8]
-                              [--only ours torch] [--small]
+                              [--only ours torch] [--precisions tf32 bfloat16] [--small]
 
 A round of FedAvg: every client takes some AdamW steps on the adapters of q and v, and the server averages the adapters.
 Weights are random (of the same shapes as SmolLM2's: 134,515,008), because only time and memory are measured.
 
 - ours: `fedbraid.simulate`, factors in TF32 and bfloat16, with and without recomputed activations (remat)
 - torch: one client after the other, LoRA layers written plainly (what PEFT computes, without its module hooks), fused
-  attention and AdamW, TF32 and bfloat16 by autocast, eager and with torch.compile
+  attention and AdamW; TF32, or bfloat16 by autocast with the base stored in bfloat16; eager and with torch.compile
 
-Peak memory is that of the allocator. "activations" is the temporary memory of one gradient of all clients at once, by
-the compiler. On a CPU, --small uses a Llama of 2 layers.
+Peak memory is that of the allocator. "activations" is what the gradient of one step of all clients at once keeps in
+memory besides its arguments and results, by the compiler. The ratio is peak / (base + activations). On a CPU, --small
+uses a Llama of 2 layers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ OURS = [("tf32", False), ("tf32", True), ("bfloat16", False), ("bfloat16", True)
 TORCH = [("tf32", False), ("bfloat16", False), ("tf32", True), ("bfloat16", True)]
 
 
-def ours(options, precision: str, remat: bool) -> dict:
+def ours(options, precision, remat: bool) -> dict:
     """One variant in this process: its peak memory is that of the process."""
     import jax
     import numpy as np
@@ -64,9 +65,11 @@ def ours(options, precision: str, remat: bool) -> dict:
     many = jax.tree.map(lambda leaf: np.repeat(np.asarray(leaf)[None], options.clients, 0), params)
     batch = {name: array.reshape(options.clients, each, -1)[:, : options.batch] for name, array in data.arrays.items()}
     batch["mask"] = np.ones((options.clients, options.batch), np.float32)
-    from fedbraid.lowering import captured
+    from fedbraid.local import value_and_grad
+    from fedbraid.lowering import LoweringOptions, captured, lower_function
 
-    step = captured.jit(jax.vmap(jax.grad(model.loss), (0, 0, None)))
+    gradient = lower_function(lambda *at: value_and_grad(model.loss)(*at)[1], LoweringOptions(precision=precision))
+    step = captured.jit(jax.vmap(gradient, (0, 0, None)))
     used = step.lower(many, batch, None).compile().memory_analysis()
     return {
         "seconds": seconds,
@@ -80,9 +83,9 @@ def ours(options, precision: str, remat: bool) -> dict:
 
 
 def torch_loop(options, precision: str, compiled: bool) -> dict:
-    import torch
-    import torch.nn.functional as F
-    from torch import nn
+    import torch  # pyright: ignore[reportMissingImports]
+    import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
+    from torch import nn  # pyright: ignore[reportMissingImports]
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -138,6 +141,10 @@ def torch_loop(options, precision: str, compiled: bool) -> dict:
             return F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
 
     network = Llama().to(device)
+    if precision == "bfloat16":
+        for parameter in network.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.bfloat16()
     trained = [p for p in network.parameters() if p.requires_grad]
     run = torch.compile(network) if compiled else network
     server = [p.detach().clone() for p in trained]
@@ -178,7 +185,7 @@ def torch_loop(options, precision: str, compiled: bool) -> dict:
 def variants(options) -> list[tuple[str, str, str, bool]]:
     rows = [("ours", precision, "remat" if remat else "", remat) for precision, remat in OURS]
     rows += [("torch", precision, "compiled" if compiled else "", compiled) for precision, compiled in TORCH]
-    return [row for row in rows if row[0] in options.only]
+    return [row for row in rows if row[0] in options.only and row[1] in options.precisions]
 
 
 def main() -> None:
@@ -186,6 +193,7 @@ def main() -> None:
     for name, default in (("clients", 8), ("steps", 4), ("batch", 8), ("length", 128), ("rank", 8), ("rounds", 12)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--only", nargs="+", default=["ours", "torch"])
+    parser.add_argument("--precisions", nargs="+", default=["tf32", "bfloat16"])
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--variant", nargs=3, help=argparse.SUPPRESS)  # one variant, in a process of its own
@@ -208,6 +216,8 @@ def main() -> None:
         memory = "" if row["peak"] is None else f", peak {row['peak'] / 1e9:.2f} GB"
         if who == "ours":
             memory += f" (base {row['base'] / 1e9:.2f}, activations {row['activations'] / 1e9:.2f})"
+            if row["peak"] is not None:
+                memory += f", {row['peak'] / (row['base'] + row['activations']):.2f} of both"
             memory += f", {row['up_per_client'] / 1e6:.2f} MB up a client"
         times = f"{1e3 * row['seconds']:.1f} ms a round, {row['tokens_per_second']:,.0f} tokens/s"
         print(f"{name}: {times}{memory}", flush=True)

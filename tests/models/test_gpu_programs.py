@@ -130,6 +130,21 @@ def test_in_float32_the_resnets_wide_layers_are_products_over_patches():
     ]
 
 
+def test_the_gpt_attends_normalises_and_activates_in_kernels():
+    data = client(40, x=((128,), jnp.int32), y=((128,), jnp.int32))
+    found = explained(models.gpt(2048, tied=False), data, clients=20, batch=8, precision="bfloat16")
+    assert found.kernels["train"] == [
+        "activation_back x 4",
+        "add_row_norm x 8",
+        "add_row_norm_back x 8",
+        "attention x 4",
+        "attention_back x 4",
+        "log_sum_exp x 1",
+        "row_norm x 1",
+        "row_norm_back x 1",
+    ]
+
+
 @pytest.mark.parametrize("precision", ["default", "tf32", "bfloat16"])
 def test_values_between_layers_are_bfloat16_if_asked(precision):
     model, data = models.mlp(6, 3, hidden=(5, 4)), client(20, x=((6,), jnp.float32), y=((), jnp.int32))

@@ -20,6 +20,8 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from fedbraid.lowering.patterns import loop_counts
+
 __all__ = ["Adapted", "with_adapted"]
 
 Array = Any
@@ -166,7 +168,8 @@ def _checkpoint(params: dict[str, Any], inputs: list[Any]) -> list[Any]:
 def _scan(params: dict[str, Any], inputs: list[Any]) -> list[Any] | None:
     """A loop over stacked matrices, such as the layers of a model: each step gets its slices of w, a and b."""
     body: ClosedJaxpr = params["jaxpr"]
-    consts, first = params["num_consts"], params["num_consts"] + params["num_carry"]
+    consts, carried = loop_counts(params)
+    first = consts + carried
     fixed, carry, slices = inputs[:consts], [_value(v) for v in inputs[consts:first]], inputs[first:]
 
     def step(carry: list[Any], pieces: list[Any]) -> tuple[list[Any], list[Any]]:

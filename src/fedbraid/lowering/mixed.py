@@ -13,7 +13,12 @@ have the dtype of the values. Each float32 value has one of four kinds:
   a product, at a ReLU, and where two such values are added (a residual connection).
 - WIDE: stays float32. Reductions, exponentials and logarithms give such values.
 
-What comes after the last product, the loss, is computed in float32.
+What comes after the last product, the loss, is computed in float32. The result of the last product is float32 too,
+except if it is larger than both factors, as the logits of a language model are.
+
+Some parts are computed in one piece (:mod:`fedbraid.lowering.fused`) wherever they are found
+(:mod:`fedbraid.lowering.patterns`): attention and norms of rows as kernels, smooth activations and cross entropies with
+gradients that compute them again.
 """
 
 from __future__ import annotations
@@ -27,8 +32,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from fedbraid.lowering import fused, kernels
+from fedbraid.lowering.attending import Attention, attention
 from fedbraid.lowering.deferred import is_relu
+from fedbraid.lowering.norms import NormalisedRows, normalised_rows
 from fedbraid.lowering.operations import convolutions_later
+from fedbraid.lowering.patterns import (
+    Activation,
+    Graph,
+    LogSum,
+    Node,
+    Picked,
+    activation,
+    graph,
+    inlined,
+    interior,
+    log_sum,
+    loop_counts,
+    picked,
+)
+from fedbraid.lowering.row_norm import RowNorm
 
 __all__ = ["narrow_activations"]
 
@@ -44,6 +67,7 @@ class Kind(Enum):
 
 FREE, NARROW, SOFT, WIDE = Kind
 PRODUCTS = ("dot_general", "conv_general_dilated")
+REMAT = ("checkpoint", "remat", "remat2")
 SHAPES = (  # move values without computing with them
     "reshape", "transpose", "broadcast_in_dim", "slice", "dynamic_slice", "squeeze", "expand_dims", "rev", "copy",
     "gather", "concatenate", "pad", "reduce_window_max", "reduce_max", "optimization_barrier", "split",
@@ -51,6 +75,14 @@ SHAPES = (  # move values without computing with them
 ELEMENTWISE = (
     "add", "sub", "mul", "div", "neg", "abs", "max", "min", "tanh", "logistic", "erf", "integer_pow", "square",
     "select_n", "clamp", "sign", "sin", "cos", "add_any",
+)  # fmt: skip
+
+
+FINDERS = (attention, normalised_rows, log_sum, picked, activation)
+FEWEST = 256  # columns from which the gradient of one value of each row is no scatter
+OPERATIONS = (  # that kernels can compute
+    "tanh", "logistic", "exp", "exp2", "log1p", "expm1", "sin", "cos", "add", "sub", "mul", "div", "neg", "abs", "max",
+    "min", "integer_pow", "square", "sqrt", "rsqrt", "log", "copy", "broadcast_in_dim", "literal",
 )  # fmt: skip
 
 
@@ -74,6 +106,7 @@ def narrow_activations(function: Callable) -> Callable:
     def run(*args: Any) -> Any:
         with convolutions_later():
             closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        closed = inlined(closed)
         leaves = [Value(leaf) for leaf in jax.tree.leaves(args)]
         found = _evaluate(closed.jaxpr, closed.consts, leaves, [False] * len(closed.jaxpr.outvars))
         return jax.tree.unflatten(jax.tree.structure(shapes), _typed(closed.jaxpr.outvars, found))
@@ -139,16 +172,101 @@ def _leading(jaxpr: Jaxpr, ahead: Sequence[bool]) -> set[Any]:
 def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Value], ahead: Sequence[bool]) -> list[Value]:
     known: dict[Any, Value] = dict(zip(jaxpr.constvars, map(Value, consts), strict=True))
     known.update(zip(jaxpr.invars, inputs, strict=True))
-    leading = _leading(jaxpr, ahead)
+    leading, of = _leading(jaxpr, ahead), graph(jaxpr, consts)
+    parts = {v: found for e in jaxpr.eqns for v in e.outvars if (found := _part(of.of[v], of)) is not None}
+    inside = {node.atom for v, part in parts.items() for node in interior(of.of[v], part.inputs)}
+    producers = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
+    # sums that the kernel of a norm computes too
+    norms = {p.x.atom: v for v, p in parts.items() if isinstance(p, NormalisedRows) and p.added is not None}
 
     def read(atom: Any) -> Value:
-        return Value(_constant(atom)) if isinstance(atom, Literal) else known[atom]
+        if isinstance(atom, Literal):
+            return Value(_constant(atom))
+        if atom not in known and atom in norms:
+            evaluate(producers[norms.pop(atom)])
+        if atom not in known:  # inside a part that is not computed in one piece after all
+            evaluate(producers[atom])
+        return known[atom]
+
+    def evaluate(equation: Any) -> None:
+        (first, *_), more = equation.outvars, [v in leading for v in equation.outvars]
+        part, found = parts.get(first), None
+        if isinstance(part, NormalisedRows) and part.added is not None:
+            norms.pop(part.x.atom, None)
+            if part.x.atom not in known:
+                found = _residual_norm(part, lambda node: read(node.atom), more[0])
+            if found is not None:
+                known[part.x.atom], known[first] = found
+                return
+        if part is not None:
+            found = _in_one_piece(part, of.of[first], of, lambda node: read(node.atom), more[0])
+        if found is None:
+            found = _apply(equation, [read(atom) for atom in equation.invars], more)
+        known.update(zip(equation.outvars, found, strict=True))
 
     for equation in jaxpr.eqns:
-        values = [read(atom) for atom in equation.invars]
-        more = [v in leading for v in equation.outvars]
-        known.update(zip(equation.outvars, _apply(equation, values, more), strict=True))
+        if not all(v in inside or v in known for v in equation.outvars) or equation.effects:
+            evaluate(equation)
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _part(node: Node, of: Graph) -> Any:
+    """The part of a network that ends at a node, or None."""
+    if not _is_float(node.aval):
+        return None
+    return next((found for find in FINDERS if (found := find(node, of)) is not None), None)
+
+
+def _residual_norm(part: NormalisedRows, read: Callable[[Node], Value], ahead: bool) -> tuple[Value, Value] | None:
+    """A residual connection and its norm; None if they are computed one after the other."""
+    assert part.added is not None
+    first, second = (read(node) for node in part.added[:2])
+    if not (ahead and kernels.available() and {first.kind, second.kind} <= {NARROW, SOFT}):
+        return None
+    bias, scale, shift = (None if v is None else _wide(read(v).array) for v in (part.added[2], part.scale, part.shift))
+    first, second = (_half(v.array) for v in (first, second))
+    shaped = first if first.shape == part.x.shape else first.reshape(part.x.shape)
+    x, y = fused.add_normalise_rows(shaped, second, bias, scale, shift, RowNorm(part.epsilon, part.centred))
+    return Value(x, NARROW), Value(y, NARROW)
+
+
+def _in_one_piece(part: Any, node: Node, of: Graph, read: Callable[[Node], Value], ahead: bool) -> list[Value] | None:
+    """The value of a part; None if it is computed equation by equation."""
+    if isinstance(part, Attention) and ahead and kernels.available():
+        factors = [read(factor) for factor in part.inputs[:3]]
+        if all(v.kind in (FREE, NARROW, SOFT) for v in factors) and any(v.kind is not FREE for v in factors):
+            array = fused.attend(part, of, lambda node: _narrowed(read(node).array))
+            return None if array is None else [Value(array, NARROW)]
+    if isinstance(part, NormalisedRows) and ahead and kernels.available():
+        x = read(part.x)
+        if x.kind in (NARROW, SOFT):
+            scale, shift = (None if v is None else _wide(read(v).array) for v in (part.scale, part.shift))
+            norm = RowNorm(part.epsilon, part.centred)
+            return [Value(fused.normalise_rows(_half(x.array), scale, shift, norm), NARROW)]
+    if isinstance(part, Activation) and ahead and read(part.x).kind is NARROW:
+        return [_activated(part, node, read)]
+    if isinstance(part, LogSum) and read(part.x).kind is NARROW:
+        shift = _wide(read(part.shift).array).reshape(node.shape)
+        return [Value(fused.log_sum_exp(read(part.x).array, kernels.available()).reshape(node.shape) - shift, WIDE)]
+    if isinstance(part, Picked) and part.x.shape[-1] >= FEWEST and read(part.x).kind in (NARROW, WIDE):
+        gather = lambda x, at: _bind(node.equation, [x, at])[0]  # noqa: E731
+        return [Value(_wide(fused.picked(read(part.x).array, read(part.at).array, gather)), WIDE)]
+    return None
+
+
+def _activated(part: Activation, node: Node, read: Callable[[Node], Value]) -> Value:
+    bias = None if part.bias is None else read(part.bias)
+    if bias is not None and bias.kind is not FREE:
+        return Value(fused.elementwise(fused.region(node, part.source), _half(read(part.source).array)), NARROW)
+    names = {inner.name for inner in (node, *interior(node, (part.source,)))}
+    kernel = kernels.available() and names <= set(OPERATIONS)
+    function = fused.region(node, part.source)
+    x = fused.elementwise(function, read(part.x).array, None if bias is None else bias.array, kernel=kernel)
+    return Value(x.reshape(node.shape), NARROW)
+
+
+def _narrowed(array: Any) -> Any:
+    return _half(array) if getattr(array, "dtype", None) == jnp.float32 else array
 
 
 def _bind(equation: Any, arrays: Sequence[Any], **changed: Any) -> list[Any]:
@@ -168,7 +286,7 @@ def _apply(equation: Any, values: list[Value], ahead: list[bool]) -> list[Value]
         return _evaluate(inner.jaxpr, inner.consts, values, ahead)
     if name == "convert_element_type" and not any(v.kind is not FREE for v in floats):
         return [Value(array) for array in _bind(equation, [v.array for v in values])]
-    if name in ("checkpoint", "remat", "remat2"):
+    if name in REMAT:
         return _checkpointed(equation, values, ahead)
     if name == "custom_jvp_call":
         return _with_rule(equation, values, ahead)
@@ -178,7 +296,9 @@ def _apply(equation: Any, values: list[Value], ahead: list[bool]) -> list[Value]
         return _elementwise(equation, values, floats, ahead[0])
     arrays = _typed(equation.invars, values)
     if _multiplies(equation) and not name.startswith("custom_"):
-        outputs = _bind(equation, arrays, **_rewritten(equation))
+        factors = _only_factors(equation, values)
+        arrays = [_half(array) if i in factors else array for i, array in enumerate(arrays)]
+        outputs = _bind(equation, arrays, **_rewritten(equation, factors))
     else:
         outputs = _bind(equation, arrays)
     kind = FREE if not floats else SOFT if name.startswith("custom_") else WIDE
@@ -186,6 +306,8 @@ def _apply(equation: Any, values: list[Value], ahead: list[bool]) -> list[Value]
 
 
 def _product(equation: Any, values: list[Value], ahead: bool) -> list[Value]:
+    sizes = [atom.aval.size for atom in (*equation.invars, *equation.outvars)]
+    ahead = ahead or sizes[2] > max(sizes[:2])  # logits of a language model are stored narrow
     if not (ahead and all(_is_float(atom.aval) for atom in (*equation.invars, *equation.outvars))):
         # the last product, or one that is not of float32
         return [Value(array, WIDE) for array in _bind(equation, _typed(equation.invars, values))]
@@ -199,15 +321,17 @@ def _moved(equation: Any, values: list[Value], floats: list[Value], ahead: list[
     kinds = {v.kind for v in floats}
     kind = max(kinds, key=lambda kind: kind.value)
     narrow = kinds <= {FREE, NARROW} and NARROW in kinds
-    outputs = _bind(equation, (_halved if narrow else _typed)(equation.invars, values))
-    if equation.primitive.name == "gather" and kind is FREE and ahead[0]:  # rows of an embedding
-        return [Value(_half(array), NARROW) for array in outputs]
+    arrays = (_halved if narrow else _typed)(equation.invars, values)
+    if equation.primitive.name == "gather" and kind is FREE and ahead[0]:
+        return [Value(_half(array), NARROW) for array in _bind(equation, arrays)]  # rows of an embedding
+    outputs = _bind(equation, arrays)
     return [Value(array, kind) for array in outputs]
 
 
 def _elementwise(equation: Any, values: list[Value], floats: list[Value], ahead: bool) -> list[Value]:
     kinds = {v.kind for v in floats}
-    if ahead and NARROW in kinds and kinds <= {FREE, NARROW}:
+    biased = equation.primitive.name in ("add", "sub") and FREE in kinds  # logits and their bias
+    if (ahead or biased) and NARROW in kinds and kinds <= {FREE, NARROW}:
         arrays = _halved(equation.invars, values)
         return [Value(array, NARROW) for array in _bind(equation, arrays)]
     (array,) = _bind(equation, _typed(equation.invars, values))
@@ -244,7 +368,8 @@ def _checkpointed(equation: Any, values: list[Value], ahead: list[bool]) -> list
 
     def run(*arrays: Any) -> list[Any]:
         given = [Value(array, v.kind) for array, v in zip(arrays, values, strict=True)]
-        found = _evaluate(equation.params["jaxpr"], (), given, ahead)
+        inner = inlined(ClosedJaxpr(equation.params["jaxpr"], ()))
+        found = _evaluate(inner.jaxpr, inner.consts, given, ahead)
         kinds[:] = [v.kind for v in found]
         return [v.array for v in found]
 
@@ -253,10 +378,59 @@ def _checkpointed(equation: Any, values: list[Value], ahead: list[bool]) -> list
     return [Value(array, kind) for array, kind in zip(arrays, kinds, strict=True)]
 
 
-def _rewritten(equation: Any) -> dict[str, Any]:
-    """The parameters of a loop or a branch, with the programs inside rewritten. What loops carry stays float32."""
-    first = equation.params.get("num_consts", equation.params.get("body_nconsts", 0))
-    carried = equation.params.get("num_carry", 10**6 if equation.primitive.name == "while" else 0)
+def _only_factors(equation: Any, values: list[Value]) -> set[int]:
+    """Inputs of a loop over layers that are weights of products only. They are narrowed once, before the loop."""
+    if equation.primitive.name != "scan":
+        return set()
+    first = sum(loop_counts(equation.params))
+    jaxpr = inlined(equation.params["jaxpr"]).jaxpr
+    uses: dict[Any, list[tuple[Any, int]]] = {}
+    _collect(jaxpr, uses)
+    return {
+        i
+        for i, atom in enumerate(equation.invars)
+        if i >= first and _is_float(atom.aval) and values[i].kind is FREE and _multiplied(jaxpr.invars[i], uses)
+    }
+
+
+def _collect(jaxpr: Jaxpr, uses: dict[Any, list[tuple[Any, int]]]) -> None:
+    for equation in jaxpr.eqns:
+        for i, atom in enumerate(equation.invars):
+            if not isinstance(atom, Literal):
+                uses.setdefault(atom, []).append((equation, i))
+        if equation.primitive.name in REMAT:
+            _collect(equation.params["jaxpr"], uses)
+    for atom in jaxpr.outvars:
+        if not isinstance(atom, Literal):
+            uses.setdefault(atom, []).append((None, 0))
+
+
+def _multiplied(variable: Any, uses: dict[Any, list[tuple[Any, int]]]) -> bool:
+    """Whether all uses of a variable are products, possibly of a transpose."""
+
+    def product(equation: Any, at: int) -> bool:
+        if equation is None:  # a result
+            return False
+        name = equation.primitive.name
+        if name in REMAT:
+            return _multiplied(equation.params["jaxpr"].invars[at], uses)
+        if name in ("transpose", "reshape", "squeeze"):
+            return _multiplied(equation.outvars[0], uses)
+        return name in PRODUCTS
+
+    return bool(uses.get(variable)) and all(product(*use) for use in uses[variable])
+
+
+def _rewritten(equation: Any, factors: set[int]) -> dict[str, Any]:
+    """The parameters of a loop or a branch, with the programs inside rewritten. What loops carry stays float32.
+
+    factors: numbers of the inputs that are bfloat16.
+    """
+    first, carried = 0, 0
+    if equation.primitive.name == "scan":
+        first, carried = loop_counts(equation.params)
+    elif equation.primitive.name == "while":
+        first, carried = equation.params["body_nconsts"], 10**6
 
     def changed(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -264,13 +438,16 @@ def _rewritten(equation: Any) -> dict[str, Any]:
         if not isinstance(value, ClosedJaxpr) or not any(map(_multiplies, value.jaxpr.eqns)):
             return value
 
+        inner = inlined(value)
+
         def run(*arrays: Any) -> list[Any]:
             kinds = [WIDE if first <= i < first + carried else FREE for i in range(len(arrays))]
             found = _evaluate(
-                value.jaxpr, value.consts, list(map(Value, arrays, kinds)), [True] * len(value.jaxpr.outvars)
+                inner.jaxpr, inner.consts, list(map(Value, arrays, kinds)), [True] * len(inner.jaxpr.outvars)
             )
             return _typed(value.jaxpr.outvars, found)
 
-        return jax.make_jaxpr(run)(*value.in_avals)
+        avals = [jax.ShapeDtypeStruct(a.shape, HALF if i in factors else a.dtype) for i, a in enumerate(value.in_avals)]
+        return jax.make_jaxpr(run)(*avals)
 
     return {name: changed(value) for name, value in equation.params.items()}

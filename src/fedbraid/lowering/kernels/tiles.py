@@ -16,16 +16,23 @@ def power(n: int, least: int = 16, most: int = 1 << 30) -> int:
     return min(max(1 << (n - 1).bit_length(), least), most)
 
 
-def load(ref, rows: Array, columns: Array, height, width: int, *, at: tuple = ()) -> Array:
-    """ref[at][rows][:, columns], zero for rows >= ``height`` and columns >= ``width``."""
+def load(ref, rows: Array, columns: Array, height, width: int, *, at: tuple = (), whole: bool = False) -> Array:
+    """ref[at][rows][:, columns], zero for rows >= ``height`` and columns >= ``width``.
+
+    whole: there are no such rows and columns, so that no mask is needed.
+    """
     rows, columns, inside = _places(rows, columns, height, width)
+    if whole:
+        return gpu.load(ref.at[(*at, rows, columns)])
     return gpu.load(ref.at[(*at, rows, columns)], mask=inside, other=0.0)
 
 
-def store(ref, rows: Array, columns: Array, height, width: int, values: Array, *, at: tuple = ()) -> None:
-    """ref[at][rows][:, columns] = values for rows < ``height`` and columns < ``width``."""
+def store(
+    ref, rows: Array, columns: Array, height, width: int, values: Array, *, at: tuple = (), whole: bool = False
+) -> None:
+    """ref[at][rows][:, columns] = values for rows < ``height`` and columns < ``width``; ``whole`` as in `load`."""
     rows, columns, inside = _places(rows, columns, height, width)
-    gpu.store(ref.at[(*at, rows, columns)], values.astype(ref.dtype), mask=inside)
+    gpu.store(ref.at[(*at, rows, columns)], values.astype(ref.dtype), mask=None if whole else inside)
 
 
 def _places(rows: Array, columns: Array, height, width: int) -> tuple[Array, Array, Array]:

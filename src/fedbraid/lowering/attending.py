@@ -1,0 +1,275 @@
+"""Finds attention in a jaxpr: a product of queries and keys, a softmax, and a product with values.
+
+The axes of the scores are followed from the first product to the second by labels, so the order in which a network has
+its axes does not matter. Between the two products there may be a factor, a mask, casts and transposes.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedbraid.lowering.patterns import Graph, Node, bare, constant
+
+__all__ = ["Attention", "Layout", "attention"]
+
+Labels = tuple[Any, ...]  # of the axes of an array; None is an axis of size 1
+MOVES = ("transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims")
+LOW = -1e4  # masked scores are at most this
+
+
+class Layout(NamedTuple):
+    """A factor of attention: its node and the labels of its axes."""
+
+    node: Node
+    labels: Labels
+
+
+class Attention(NamedTuple):
+    """Attention over axes with labels. ``batch`` are those of sequences and heads, in the order of the queries."""
+
+    query: Layout
+    key: Layout
+    value: Layout
+    batch: Labels
+    rows: Any  # of the queries
+    shared: Any  # of queries that share keys and values; None if each has its own
+    columns: Any  # of the keys
+    inner: Any  # over which scores are summed, in queries
+    scale: float
+    mask: Layout | None
+    causal: bool
+    filler: float
+    result: Labels
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        return (self.query.node, self.key.node, self.value.node, *([] if self.mask is None else [self.mask.node]))
+
+
+class _Scores(NamedTuple):
+    labels: Labels
+    scale: float = 1.0
+    mask: Layout | None = None
+    negated: bool = False
+    filler: float = -1e30
+    columns: Any = None
+
+
+def attention(node: Node, _: Graph) -> Attention | None:
+    """The attention whose second product is this node."""
+    if node.name != "dot_general":
+        return None
+    for side in (0, 1):
+        path = _path(node.args[side])
+        found = None if path is None else _attention(node, side, path)
+        if found is not None:
+            return found
+    return None
+
+
+def _path(node: Node) -> list[Node] | None:
+    """The nodes from the product of queries and keys to the weights, if there is one softmax between them."""
+    path, softmaxes = [node], 0
+    while node.name != "dot_general":
+        if node.name in (*MOVES, "convert_element_type", "copy"):
+            node = node.args[0]
+        elif (scores := _softmax(node)) is not None:
+            node, softmaxes = scores[0], softmaxes + 1
+        elif node.name in ("mul", "div") and node.args[1].number() is not None:
+            node = node.args[0]
+        elif node.name == "mul" and node.args[0].number() is not None:
+            node = node.args[1]
+        elif node.name == "select_n" and len(node.args) == 3 and any(arg.number() is not None for arg in node.args[1:]):
+            node = node.args[1] if node.args[2].number() is not None else node.args[2]
+        else:
+            return None
+        path.append(node)
+        if not node.args:
+            return None
+    return path[::-1] if softmaxes == 1 else None
+
+
+def _softmax(node: Node) -> tuple[Node, int] | None:
+    """(x, axis) of a softmax."""
+    if node.name != "div":
+        return None
+    powers, total = node.args
+    while total.name in ("broadcast_in_dim", "reshape", "expand_dims"):
+        total = total.args[0]
+    if total.name != "reduce_sum" or total.args[0] is not powers or len(total.params["axes"]) != 1:
+        return None
+    if powers.name != "exp" or powers.args[0].name != "sub":
+        return None
+    axis = int(total.params["axes"][0])
+    x, largest = powers.args[0].args
+    if axis != len(x.shape) - 1:
+        return None
+    largest = bare(largest)
+    return (x, axis) if largest.name == "reduce_max" and largest.args[0] is x else None
+
+
+def _product_labels(node: Node) -> tuple[Labels, Labels, Labels, Any]:
+    """Labels of both factors and of the result of a product, and the label over which it sums."""
+    (left, right), (left_batch, right_batch) = node.params["dimension_numbers"]
+    sides: list[list[Any]] = [[("l", i) for i in range(len(node.args[0].shape))],
+                              [("r", i) for i in range(len(node.args[1].shape))]]  # fmt: skip
+    for i, (a, b) in enumerate(zip(left_batch, right_batch, strict=True)):
+        sides[0][a] = sides[1][b] = ("b", i)
+    for a, b in zip(left, right, strict=True):
+        sides[0][a] = sides[1][b] = ("sum", a)
+    free = [x for side in sides for x in side if x[0] in "lr"]
+    named = [
+        tuple(None if node.args[s].shape[i] == 1 else label for i, label in enumerate(side))
+        for s, side in enumerate(sides)
+    ]
+    out = [("b", i) for i in range(len(left_batch))] + free
+    result = tuple(None if size == 1 else label for size, label in zip(node.shape, out, strict=True))
+    return named[0], named[1], result, ("sum", left[0]) if len(left) == 1 else None
+
+
+def _moved(node: Node, labels: Labels) -> Labels | None:
+    """The labels after a node that moves axes or adds some of size 1."""
+    if node.name == "transpose":
+        return tuple(labels[i] for i in node.params["permutation"])
+    kept = [label for label in labels if label is not None]
+    before = [size for size in node.args[0].shape if size != 1]
+    after = [size for size in node.shape if size != 1]
+    if node.name == "broadcast_in_dim":
+        where = list(node.params["broadcast_dimensions"])
+        if where != sorted(where) or before != after:
+            return None
+    if before != after:
+        return None
+    left = iter(kept)
+    return tuple(None if size == 1 else next(left) for size in node.shape)
+
+
+def _follow(path: list[Node], scores: _Scores) -> _Scores | None:
+    for before, node in pairwise(path):
+        if node.name in ("convert_element_type", "copy"):
+            continue
+        if node.name in MOVES:
+            labels = _moved(node, scores.labels)
+            if labels is None:
+                return None
+            scores = scores._replace(labels=labels)
+        elif (softmax := _softmax(node)) is not None and softmax[0] is before:
+            scores = scores._replace(columns=scores.labels[softmax[1]])
+        elif node.name in ("mul", "div"):
+            if scores.mask is not None or scores.columns is not None:
+                return None
+            number = (node.args[1] if node.args[0] is before else node.args[0]).number()
+            assert number is not None
+            scores = scores._replace(scale=scores.scale * (number if node.name == "mul" else 1 / number))
+        else:  # select_n(which, where it is false, where it is true)
+            if scores.mask is not None or scores.columns is not None or node.args[0].shape != node.shape:
+                return None
+            kept = 1 if node.args[1] is before else 2
+            filler = node.args[3 - kept].number()
+            if filler is None or not filler <= LOW:
+                return None
+            mask = _unrepeated(node.args[0], scores.labels)
+            scores = scores._replace(mask=mask, negated=kept == 1, filler=max(filler, -1e38))
+    return scores
+
+
+def _unrepeated(mask: Node, labels: Labels) -> Layout:
+    while mask.name == "broadcast_in_dim" and mask.args:
+        where = mask.params["broadcast_dimensions"]
+        source = mask.args[0]
+        labels = tuple(None if n == 1 else labels[i] for i, n in zip(where, source.shape, strict=True))
+        mask = source
+    return Layout(mask, labels)
+
+
+def _attention(node: Node, side: int, path: list[Node]) -> Attention | None:
+    scored = path[0]
+    left, right, out, inner = _product_labels(scored)
+    scores = _follow(path, _Scores(out))
+    if scores is None or inner is None or scores.columns is None or scores.columns[0] not in "lr":
+        return None
+    key_side = 0 if scores.columns[0] == "l" else 1
+    layouts = (Layout(scored.args[0], left), Layout(scored.args[1], right))
+    key, query = layouts[key_side], layouts[1 - key_side]
+    batch = tuple(x for x in query.labels if x is not None and x[0] == "b")
+    free = [x for x in query.labels if x is not None and x[0] in "lr"]
+    if [x for x in key.labels if x is not None and x[0] in "lr"] != [scores.columns] or len(batch) > 2:
+        return None
+    value, result = _value_labels(node, side, scores)
+    if value is None or set(batch) != {x for x in value.labels if x is not None and x[0] == "b"}:
+        return None
+    mask = _known_mask(scores, out, scored)
+    chosen = _rows(free, None if mask is None else mask[0], query)
+    if chosen is None:
+        return None
+    rows, shared = chosen
+    pattern, causal = (None, False) if mask is None else mask
+    if causal and pattern is not None and rows not in pattern.labels:
+        return None
+    if causal:
+        size = dict(zip(query.labels, query.node.shape, strict=True))[rows]
+        if size != dict(zip(key.labels, key.node.shape, strict=True))[scores.columns]:
+            return None
+        pattern = None
+    return Attention(query, key, value, batch, rows, shared, scores.columns, inner, scores.scale, pattern, causal,
+                     scores.filler, result)  # fmt: skip
+
+
+def _rows(free: list[Any], mask: Layout | None, query: Layout) -> tuple[Any, Any] | None:
+    """Which of the queries' free labels is the position, and which counts queries that share keys."""
+    if len(free) == 1:
+        return free[0], None
+    if len(free) != 2:
+        return None
+    sizes = dict(zip(query.labels, query.node.shape, strict=True))
+    inside = [x for x in free if mask is not None and x in mask.labels]
+    if len(inside) == 2:
+        return None
+    rows = inside[0] if inside else max(free, key=lambda x: sizes[x])
+    return rows, next(x for x in free if x != rows)
+
+
+def _value_labels(node: Node, side: int, scores: _Scores) -> tuple[Layout | None, Labels]:
+    """The layout of the values in terms of the scores' labels, and the labels of the second product's result."""
+    named = _product_labels(node)
+    weights, values, out, inner = named[side], named[1 - side], named[2], named[3]
+    meaning = {theirs: ours for theirs, ours in zip(weights, scores.labels, strict=True) if theirs is not None}
+    if inner is None or meaning.get(inner) != scores.columns:
+        return None, ()
+    node_value = node.args[1 - side]
+    labels = tuple(meaning.get(x, "value") if x is not None else None for x in values)
+    if labels.count("value") != 1 or labels.count(scores.columns) != 1:
+        return None, ()
+    return Layout(node_value, labels), tuple(meaning.get(x, "value") if x is not None else None for x in out)
+
+
+def _known_mask(scores: _Scores, out: Labels, scored: Node) -> tuple[Layout, bool] | None:
+    """The mask, and whether it is the causal one. A constant mask becomes an array over the axes it depends on."""
+    if scores.mask is None:
+        return None
+    values = constant(scores.mask.node)
+    if values is None or scores.negated:
+        return (scores.mask, False) if not scores.negated else (_negated(scores.mask, values), False)
+    labels = list(scores.mask.labels)
+    for axis in reversed(range(len(labels))):  # axes along which it is the same
+        first = values.take([0], axis)
+        if (values == first).all():
+            values, labels[axis] = first.squeeze(axis), "gone"
+            labels.pop(axis)
+    causal = values.ndim == 2 and labels[1] == scores.columns and values.shape[0] == values.shape[1]
+    turned = values.ndim == 2 and labels[0] == scores.columns
+    values, labels = (values.T, labels[::-1]) if turned else (values, labels)
+    causal = (causal or turned) and np.array_equal(values, np.tri(*values.shape, dtype=bool))
+    held = Node("constant", jax.ShapeDtypeStruct(values.shape, np.dtype(bool)), None, value=values)
+    return Layout(held, tuple(None if n == 1 else x for n, x in zip(values.shape, labels, strict=True))), causal
+
+
+def _negated(mask: Layout, values: np.ndarray | None) -> Layout:
+    if values is not None:
+        held = Node("constant", jax.ShapeDtypeStruct(values.shape, np.dtype(bool)), None, value=~values)
+        return Layout(held, mask.labels)
+    return Layout(Node("not", mask.node.aval, None, (mask.node,)), mask.labels)

@@ -1,0 +1,228 @@
+"""Attention on a GPU as one kernel forwards and one backwards, for sequences that fit into one program.
+
+Compiled by XLA, attention transposes queries, keys and values and writes the scores [heads, T, S] to memory several
+times. Here a program takes one head of one sequence: it keeps its scores in registers, and reads and writes queries,
+keys, values and results where they are, [B, T, heads, size].
+
+With P the softmax of the scores and dO the gradient of the result O = P V,
+
+    dV = P' dO,    dP = dO V',    dZ = P (dP - rowsum(P dP)),    dQ = scale dZ K,    dK = scale dZ' Q.
+
+P is computed again for the gradient. Sums and scores are float32, the factors of products have the dtype of the input.
+Biases of queries, keys and values are added here, and their gradients are summed here.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as gpu
+
+from fedbraid.lowering.attention import Heads, plainly
+from fedbraid.lowering.kernels import interpreted
+from fedbraid.lowering.kernels.tiles import power
+from fedbraid.lowering.transposable import computed_by, linear
+
+__all__ = ["attend", "fits"]
+
+Array = jax.Array
+LONGEST = 256  # tokens of a sequence
+WIDEST = 128  # values of a head
+SCORES = 128 * 128  # of queries and keys that a program takes at a time
+FORWARDS, BACKWARDS = 8, 4  # warps of a program
+
+
+def fits(queries: int, keys: int, size: int) -> bool:
+    """Whether one program can hold a head of a sequence."""
+    return max(queries, keys) <= LONGEST and size <= WIDEST and power(keys) * power(size) <= LONGEST * 64
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(2,))
+def attend(sources: tuple[Array, ...], given: tuple[Array | None, Array | None], heads: Heads) -> Array:
+    """`fedbraid.lowering.attention.plainly`, as a kernel: forwards one, backwards one. ``given``: bias and mask."""
+    return _forward(sources, *given, heads=heads)
+
+
+@attend.defjvp
+def _attend_jvp(heads: Heads, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    sources, (bias, mask) = primals
+    value = computed_by(partial(_forward, heads=heads), partial(plainly, heads=heads))(sources, bias, mask)
+
+    def along(given: tuple, changes: tuple) -> Array:
+        return jax.jvp(lambda sources, bias: plainly(sources, bias, given[2], heads), given[:2], changes)[1]
+
+    def back(given: tuple, dy: Array) -> tuple:
+        return computed_by(partial(_backward, heads=heads), partial(_slowly_back, heads=heads))(*given, dy)
+
+    return value, linear(along, back, (sources, bias, mask), (tangents[0], tangents[1][0]))
+
+
+def _slowly_back(sources: tuple, bias: Array | None, mask: Array | None, dy: Array, *, heads: Heads) -> tuple:
+    return jax.vjp(lambda sources, bias: plainly(sources, bias, mask, heads), sources, bias)[1](dy)
+
+
+def _call(kernel: Any, grid: tuple, outputs: Any, name: str, warps: int, *inputs: Any) -> Any:
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        out_shape=outputs,
+        compiler_params=gpu.CompilerParams(num_warps=warps, num_stages=1),
+        interpret=interpreted(),
+        name=name,
+    )(*inputs)
+
+
+def _forward(sources: tuple[Array, ...], bias: Array | None, mask: Array | None, *, heads: Heads) -> Array:
+    b, t, s, d = _sizes(sources, heads)
+    rows = _rows(t, s)
+    like = jax.ShapeDtypeStruct((b, t, heads.queries, d), sources[0].dtype)
+    kernel = partial(_forward_kernel, heads=heads, sizes=(t, s, d), rows=rows, bias=bias is not None)
+    return _call(kernel, (b, heads.queries, -(-t // rows)), like, "attention", FORWARDS, *sources, *_there(bias, mask))
+
+
+def _there(*arrays: Array | None) -> list[Array]:
+    return [array for array in arrays if array is not None]
+
+
+def _rows(queries: int, keys: int) -> int:
+    """Queries that a program takes at a time."""
+    return power(queries, most=SCORES // power(keys))
+
+
+def _sizes(sources: tuple[Array, ...], heads: Heads) -> tuple[int, int, int, int]:
+    b, t, _, d = sources[heads.places[0][0]].shape
+    return b, t, sources[heads.places[1][0]].shape[1], d
+
+
+def _at(ref: Any, sequence: Any, rows: Array, head: Any, columns: Array, height: int, width: int) -> tuple[Any, Array]:
+    shape = (rows.shape[0], columns.shape[0])
+    inside = jnp.broadcast_to((rows < height)[:, None] & (columns < width)[None, :], shape)
+    where = [jnp.broadcast_to(index, shape) for index in (sequence, rows[:, None], head, columns[None, :])]
+    return ref.at[tuple(where)], inside
+
+
+def _whole(ref: Any, rows: Array) -> bool:
+    """Whether blocks of as many rows fill an array, so that no mask is needed."""
+    return ref.shape[1] % rows.shape[0] == 0 and power(ref.shape[3]) == ref.shape[3]
+
+
+def _load(ref: Any, sequence: Any, rows: Array, head: Any, width: int) -> Array:
+    where, inside = _at(ref, sequence, rows, head, jnp.arange(power(width)), ref.shape[1], width)
+    return gpu.load(where) if _whole(ref, rows) else gpu.load(where, mask=inside, other=0.0)
+
+
+def _biased(place: tuple, sequence: Any, rows: Array, head: Any, width: int, bias_ref: list) -> Array:
+    """Queries, keys or values of a head, with their bias."""
+    ref, first = place
+    values, columns = _load(ref, sequence, rows, first + head, width), jnp.arange(power(width))
+    for bias in bias_ref:
+        at = jnp.full(columns.shape, first + head), columns
+        added = gpu.load(bias.at[at], mask=columns < width, other=0.0)
+        values = (values.astype(jnp.float32) + added[None, :]).astype(values.dtype)
+    return values
+
+
+def _store(ref: Any, sequence: Any, rows: Array, head: Any, values: Array) -> None:
+    where, inside = _at(ref, sequence, rows, head, jnp.arange(values.shape[1]), ref.shape[1], ref.shape[3])
+    gpu.store(where, values.astype(ref.dtype), mask=None if _whole(ref, rows) else inside)
+
+
+def _weights(q: Array, k: Array, rows: Array, place: tuple, mask_ref: list, heads: Heads, sizes: tuple) -> Array:
+    """The softmax of the scores of some queries with all keys, [rows, keys]."""
+    _, s, _ = sizes
+    keys = jnp.arange(k.shape[0])
+    scores = jnp.dot(q, k.T, preferred_element_type=jnp.float32) * np.float32(heads.scale)
+    shape = scores.shape
+    if heads.causal:
+        seen = jnp.broadcast_to(rows[:, None] >= keys[None, :], shape)
+        scores = jnp.where(seen, scores, np.float32(heads.filler))
+    for ref in mask_ref:  # [B or 1, heads or 1, T or 1, S or 1]
+        indices = (place[0], place[1], rows[:, None], keys[None, :])
+        where = [
+            jnp.broadcast_to(i if n > 1 else jnp.zeros_like(i), shape) for i, n in zip(indices, ref.shape, strict=True)
+        ]
+        edge = jnp.broadcast_to((rows < sizes[0])[:, None] & (keys < s)[None, :], shape)
+        seen = gpu.load(ref.at[tuple(where)], mask=edge, other=0)
+        scores = jnp.where(seen != 0, scores, np.float32(heads.filler))
+    if s != k.shape[0]:
+        scores = jnp.where(jnp.broadcast_to((keys < s)[None, :], shape), scores, -jnp.inf)
+    powers = jnp.exp(scores - jnp.max(scores, 1)[:, None])
+    return powers / jnp.sum(powers, 1)[:, None]
+
+
+def _places(refs: tuple, heads: Heads, bias: bool) -> tuple[list, list, list]:
+    """The references of queries, keys and values with the number of their first head; those of bias and mask."""
+    count = len({place for place, _ in heads.places})
+    rest = list(refs[count:])
+    return [(refs[place], first) for place, first in heads.places], rest[:bias], rest[bias:]
+
+
+def _forward_kernel(*refs, heads: Heads, sizes: tuple, rows: int, bias: bool):
+    *refs, out_ref = refs
+    (query, key, value), added, mask = _places(tuple(refs), heads, bias)
+    sequence, head, block = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    _, s, d = sizes
+    shared = lax.div(head, heads.group)
+    here, keys = block * rows + jnp.arange(rows), jnp.arange(power(s))
+    q = _biased(query, sequence, here, head, d, added)
+    k = _biased(key, sequence, keys, shared, d, added)
+    v = _biased(value, sequence, keys, shared, d, added)
+    p = _weights(q, k, here, (sequence, head), mask, heads, sizes)
+    _store(out_ref, sequence, here, head, jnp.dot(p.astype(v.dtype), v, preferred_element_type=jnp.float32))
+
+
+def _backward(sources: tuple[Array, ...], bias: Array | None, mask: Array | None, dy: Array, *, heads: Heads) -> tuple:
+    b, t, s, d = _sizes(sources, heads)
+    outputs = [jax.ShapeDtypeStruct(source.shape, source.dtype) for source in sources]
+    if bias is not None:
+        outputs.append(jax.ShapeDtypeStruct((b, *bias.shape), jnp.float32))
+    kernel = partial(_backward_kernel, heads=heads, sizes=(t, s, d), rows=_rows(t, s), bias=bias is not None)
+    given = [*sources, *_there(bias, mask), dy]
+    found = _call(kernel, (b, heads.keys), outputs, "attention_back", BACKWARDS, *given)
+    if bias is None:
+        return tuple(found), None
+    return tuple(found[:-1]), found[-1].sum(0).astype(bias.dtype)
+
+
+def _backward_kernel(*refs, heads: Heads, sizes: tuple, rows: int, bias: bool):
+    count = len({place for place, _ in heads.places}) + bias
+    given, outputs = refs[:-count], refs[-count:]
+    (query, key, value), added, mask = _places(given[:-1], heads, bias)
+    dq, dk, dv = ((outputs[place], first) for place, first in heads.places)
+    sequence, shared = pl.program_id(0), pl.program_id(1)
+    t, s, d = sizes
+    keys = jnp.arange(power(s))
+    k = _biased(key, sequence, keys, shared, d, added)
+    v = _biased(value, sequence, keys, shared, d, added)
+
+    def step(i, sums):
+        head = shared * heads.group + lax.rem(i, heads.group)
+        here = lax.div(i, heads.group) * rows + jnp.arange(rows)
+        q = _biased(query, sequence, here, head, d, added)
+        slopes = _load(given[-1], sequence, here, head, d)
+        p = _weights(q, k, here, (sequence, head), mask, heads, sizes)
+        dp = jnp.dot(slopes, v.T, preferred_element_type=jnp.float32)
+        dz = (p * (dp - jnp.sum(p * dp, 1)[:, None]) * np.float32(heads.scale)).astype(q.dtype)
+        change = jnp.dot(dz, k, preferred_element_type=jnp.float32)
+        _store(dq[0], sequence, here, dq[1] + head, change)
+        more = (dz.T, q), (p.astype(q.dtype).T, slopes)
+        totals = [
+            total + jnp.dot(*pair, preferred_element_type=jnp.float32) for total, pair in zip(sums, more, strict=False)
+        ]
+        return (*totals, sums[2] + jnp.sum(change, 0))
+
+    zero = jnp.zeros((keys.shape[0], power(d)), jnp.float32)
+    sums = lax.fori_loop(0, heads.group * -(-t // rows), step, (zero, zero, jnp.zeros(power(d), jnp.float32)))
+    _store(dk[0], sequence, keys, dk[1] + shared, sums[0])
+    _store(dv[0], sequence, keys, dv[1] + shared, sums[1])
+    columns = jnp.arange(power(d))
+    for ref in outputs[-1:] if bias else ():
+        for first, total in ((dq[1], sums[2]), (dk[1], jnp.sum(sums[0], 0)), (dv[1], jnp.sum(sums[1], 0))):
+            at = jnp.full(columns.shape, sequence), jnp.full(columns.shape, first + shared), columns
+            gpu.store(ref.at[at], total, mask=columns < d)

@@ -1,0 +1,287 @@
+"""Attention, norms, activations and cross entropies in one piece: where they are found, their values and gradients."""
+
+from collections import Counter
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fedbraid import models
+from fedbraid.lowering import attention, fused, kernels, row_norm
+from fedbraid.lowering.attention import Heads
+from fedbraid.lowering.explanation import _kernel_names
+from fedbraid.lowering.kernels import attention as attention_kernel
+from fedbraid.lowering.kernels import rows as rows_kernel
+from fedbraid.lowering.kernels import smooth as smooth_kernel
+from fedbraid.lowering.mixed import narrow_activations
+from fedbraid.lowering.row_norm import RowNorm
+
+RNG = np.random.default_rng(0)
+KEY = jax.random.key(0)
+T, WIDTH, HEADS, VOCAB = 16, 64, 4, 300
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(kernels, "platform", lambda: "cuda")
+    monkeypatch.setattr(kernels, "_recent", lambda: True)
+
+
+def draw(*shape):
+    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+
+
+def assert_same(fast, plain, *args):
+    """Values and gradients of two functions."""
+    (y, back), (z, plain_back) = jax.vjp(fast, *args), jax.vjp(plain, *args)
+    slopes = jax.tree.map(lambda leaf: draw(*leaf.shape), y)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)  # noqa: E731
+    jax.tree.map(close, (y, back(slopes)), (z, plain_back(slopes)))
+
+
+def softmax_attention(q, k, v, scale, mask):
+    """In NumPy, one query at a time."""
+    q, k, v = (np.asarray(x, float) for x in (q, k, v))
+    group = q.shape[2] // k.shape[2]
+    out = np.zeros(q.shape)
+    for b, t, h in np.ndindex(q.shape[:3]):
+        scores = scale * k[b, :, h // group] @ q[b, t, h]
+        powers = np.where(mask[b, t], np.exp(scores - scores.max()), 0)
+        out[b, t, h] = powers / powers.sum() @ v[b, :, h // group]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("t", "s", "heads", "keys", "causal"), [(32, 32, 4, 4, True), (20, 20, 6, 2, True), (7, 13, 4, 2, False)]
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_kernel_of_attention(t, s, heads, keys, causal, padded):
+    args = draw(2, t, heads, 24), draw(2, s, keys, 24), draw(2, s, keys, 24)
+    real = np.arange(s) < np.array([[s], [s - 3 if padded else s]])
+    mask = jnp.asarray(real[:, None, None, :], jnp.int8) if padded else None
+    how = Heads(((0, 0), (1, 0), (2, 0)), heads, keys, 0.3, causal)
+    seen = np.broadcast_to(real[:, None, :], (2, t, s)) & (np.tri(t, s, dtype=bool) if causal else True)
+    np.testing.assert_allclose(
+        attention_kernel.attend(args, (None, mask), how), softmax_attention(*args, 0.3, seen), atol=1e-5
+    )
+    assert_same(
+        lambda *a: attention_kernel.attend(a, (None, mask), how),
+        lambda *a: attention.plainly(a, None, mask, how),
+        *args,
+    )
+
+
+def test_queries_keys_and_values_in_one_array_with_a_bias():
+    how = Heads(((0, 0), (0, 4), (0, 8)), 4, 4, 0.3, True)
+    assert_same(
+        lambda x, bias: attention_kernel.attend((x,), (bias, None), how),
+        lambda x, bias: attention.plainly((x,), bias, None, how),
+        draw(2, 20, 12, 24),
+        draw(12, 24),
+    )
+
+
+@pytest.mark.parametrize("norm", [RowNorm(), RowNorm(1e-3, centred=False)])
+@pytest.mark.parametrize(("n", "c"), [(7, 5), (300, 48), (64, 64)])
+def test_the_kernels_of_norms(n, c, norm):
+    args = draw(n, c) + 3, draw(c), draw(c)
+    x = np.asarray(args[0], float)
+    x = x - x.mean(1, keepdims=True) if norm.centred else x
+    wanted = x / np.sqrt((x**2).mean(1, keepdims=True) + norm.epsilon) * args[1] + args[2]
+    np.testing.assert_allclose(rows_kernel.normalise_rows(args[0], args[1:], norm), wanted, atol=1e-4)
+    assert_same(lambda x, *w: rows_kernel.normalise_rows(x, w, norm), lambda x, *w: row_norm.plainly(x, w, norm), *args)
+
+    def plainly(r, a, bias, *weights):
+        return r + a + bias, row_norm.plainly(r + a + bias, weights, norm)
+
+    more = draw(n, c), draw(n, c), draw(c), *args[1:]
+    assert_same(lambda r, a, bias, *w: rows_kernel.add_normalise_rows(r, a, bias, w, norm), plainly, *more)
+
+
+def test_the_kernels_of_activations_and_cross_entropies(monkeypatch):
+    monkeypatch.setattr(smooth_kernel, "LOGITS", (4, 16))
+    assert_same(
+        lambda x, b: fused.elementwise(jax.nn.gelu, x, b, kernel=True),
+        lambda x, b: jax.nn.gelu(x + b),
+        draw(70, 20),
+        draw(20),
+    )
+    x = 20 * draw(5, 50)
+    wanted = np.log(np.exp(np.asarray(x, float) - 60).sum(1)) + 60
+    np.testing.assert_allclose(fused.log_sum_exp(x, True), wanted, rtol=1e-6)
+    assert_same(lambda x: fused.log_sum_exp(x, True), lambda x: jax.nn.logsumexp(x, axis=-1), x)
+    assert fused.log_sum_exp(jnp.full((1, 20), -jnp.inf), True) == -jnp.inf
+
+
+def batch(count=8):
+    text = RNG.integers(1, VOCAB, (count, T + 1))
+    return {"x": jnp.asarray(text[:, :-1]), "y": jnp.asarray(text[:, 1:]), "mask": jnp.ones(count)}
+
+
+def written_by_hand():
+    """A GPT of plain jax.numpy: packed queries, keys and values, a mask of -1e9, log_softmax."""
+
+    def norm(x, scale, shift):
+        mean = x.mean(-1, keepdims=True)
+        return (x - mean) * jax.lax.rsqrt(jnp.square(x - mean).mean(-1, keepdims=True) + 1e-5) * scale + shift
+
+    def loss(p, batch, key):
+        b = len(batch["x"])
+        x = p["e"][batch["x"]]
+        for w in p["blocks"]:
+            qkv = (norm(x, w["s1"], w["b1"]).reshape(-1, WIDTH) @ w["qkv"] + w["qb"]).reshape(b, T, 3, HEADS, -1)
+            q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+            scores = jnp.einsum("bthd,bshd->bhts", q, k) / 4
+            scores = jnp.where(jnp.tril(jnp.ones((T, T), bool)), scores, -1e9)
+            a = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v).reshape(-1, WIDTH)
+            x = x + (a @ w["o"] + w["ob"]).reshape(b, T, WIDTH)
+            hidden = jax.nn.gelu(norm(x, w["s2"], w["b2"]).reshape(-1, WIDTH) @ w["up"] + w["ub"])
+            x = x + (hidden @ w["down"] + w["db"]).reshape(b, T, WIDTH)
+        scored = jax.nn.log_softmax(x.reshape(-1, WIDTH) @ p["head"] + p["hb"])
+        return -jnp.take_along_axis(scored, batch["y"].reshape(-1, 1), 1).mean()
+
+    def block():
+        big = {"qkv": draw(WIDTH, 3 * WIDTH), "o": draw(WIDTH, WIDTH), "up": draw(WIDTH, 128), "down": draw(128, WIDTH)}
+        zero = {"qb": jnp.zeros(3 * WIDTH), "ob": jnp.zeros(WIDTH), "ub": jnp.zeros(128), "db": jnp.zeros(WIDTH)}
+        norms = {"s1": jnp.ones(WIDTH), "b1": jnp.zeros(WIDTH), "s2": jnp.ones(WIDTH), "b2": jnp.zeros(WIDTH)}
+        return jax.tree.map(lambda w: 0.06 * w, big) | zero | norms
+
+    ends = {"e": 0.06 * draw(VOCAB, WIDTH), "head": 0.06 * draw(WIDTH, VOCAB), "hb": jnp.zeros(VOCAB)}
+    return loss, ends | {"blocks": [block(), block()]}, batch()
+
+
+def of_the_library(**options):
+    model = models.gpt(VOCAB, layers=2, width=WIDTH, heads=HEADS, length=T, **options)
+    return model.loss, jax.tree.map(lambda w: 3 * w if w.ndim > 1 else w, model.init(KEY)), batch()
+
+
+class Block(eqx.Module):
+    """A block of equinox' own layers."""
+
+    attention: eqx.nn.MultiheadAttention
+    norms: list
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+    embedding: eqx.nn.Embedding
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 5)
+        self.attention = eqx.nn.MultiheadAttention(HEADS, WIDTH, key=keys[0])
+        self.norms = [eqx.nn.LayerNorm(WIDTH), eqx.nn.LayerNorm(WIDTH)]
+        self.up, self.down = eqx.nn.Linear(WIDTH, 128, key=keys[1]), eqx.nn.Linear(128, WIDTH, key=keys[2])
+        self.embedding = eqx.nn.Embedding(VOCAB, WIDTH, key=keys[3])
+        self.last = eqx.nn.Linear(WIDTH, VOCAB, key=keys[4])
+
+    def __call__(self, tokens):
+        x = jax.vmap(self.embedding)(tokens)
+        y = jax.vmap(self.norms[0])(x)
+        x = x + self.attention(y, y, y, mask=jnp.tril(jnp.ones((T, T), bool)))
+        y = jax.vmap(self.norms[1])(x)
+        x = x + jax.vmap(lambda row: self.down(jax.nn.gelu(self.up(row))))(y)
+        return jax.vmap(self.last)(x)
+
+
+def of_equinox():
+    params, rest = eqx.partition(Block(KEY), eqx.is_inexact_array)
+
+    def loss(params, batch, key):
+        scores = jax.vmap(eqx.combine(params, rest))(batch["x"])
+        return optax.softmax_cross_entropy_with_integer_labels(scores, batch["y"]).mean()
+
+    return loss, params, batch()
+
+
+def of_llama():
+    model = models.llama(VOCAB, layers=2, width=WIDTH, heads=HEADS, kv_heads=2)
+    return model.loss, jax.tree.map(lambda w: 3 * w if w.ndim > 1 else w, model.init(KEY)), batch()
+
+
+def encoder():
+    model = models.encoder(VOCAB, classes=300, layers=1, width=WIDTH, heads=HEADS, length=T)
+    examples = batch() | {"y": jnp.arange(8)}
+    examples["x"] = examples["x"].at[:, 12:].set(0)
+    return model.loss, jax.tree.map(lambda w: 3 * w if w.ndim > 1 else w, model.init(KEY)), examples
+
+
+BLOCKS = {
+    "attention": 2,
+    "attention_back": 2,
+    "row_norm": 1,
+    "row_norm_back": 1,
+    "log_sum_exp": 1,
+    "activation_back": 2,
+}
+ONE = {"attention": 1, "attention_back": 1, "activation_back": 1, "row_norm": 1, "row_norm_back": 1}
+FOUND = {
+    "by hand": (written_by_hand, BLOCKS | {"add_row_norm": 3, "add_row_norm_back": 3}),
+    "gpt": (of_the_library, BLOCKS | {"add_row_norm": 4, "add_row_norm_back": 4}),
+    "rotary": (lambda: of_the_library(positions="rotary"), BLOCKS | {"add_row_norm": 4, "add_row_norm_back": 4}),
+    "equinox": (of_equinox, ONE | {"add_row_norm": 1, "add_row_norm_back": 1, "log_sum_exp": 1}),
+    "llama": (of_llama, {"attention": 1, "attention_back": 1, "log_sum_exp": 1}),  # once, in the loop over layers
+    "encoder": (encoder, ONE | {"add_row_norm": 2, "add_row_norm_back": 2}),
+}
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("name", FOUND)
+def test_parts_are_found_in_any_transformer_and_gradients_are_close(name):
+    make, wanted = FOUND[name]
+    loss, params, examples = make()
+    narrow = narrow_activations(loss)
+    program = jax.make_jaxpr(jax.grad(lambda p: narrow(p, examples, KEY)))(params)
+    assert Counter(_kernel_names(program.jaxpr)) == wanted
+    scattered = [e.outvars[0].aval.shape for e in program.jaxpr.eqns if e.primitive.name == "scatter-add"]
+    assert scattered
+    assert not [shape for shape in scattered if shape[-1] == VOCAB]  # rows of embeddings, but no logits
+
+    def gradient(loss):
+        value, tree = jax.jit(jax.value_and_grad(lambda p: loss(p, examples, KEY)))(params)
+        return value, jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)])
+
+    (exact, a), (half, b) = gradient(loss), gradient(narrow)
+    assert abs(exact - half) < 2e-3 * exact
+    assert jnp.vdot(a, b) / jnp.linalg.norm(a) / jnp.linalg.norm(b) > 0.999
+    assert 0.99 < jnp.linalg.norm(b) / jnp.linalg.norm(a) < 1.01
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_what_is_not_attention_is_left_alone():
+    """A softmax over the queries, and a mask that depends on the scores' values through another factor."""
+
+    def across(w, x):
+        y = x @ w
+        return jnp.sum((jax.nn.softmax(y @ y.T, axis=0) @ y @ w) ** 2)
+
+    def scaled_after(w, x):
+        y = x @ w
+        return jnp.sum((jax.nn.softmax(2 * jnp.where(y @ y.T > 0, y @ y.T, -1e9)) @ y @ w) ** 2)
+
+    w, x = 0.3 * draw(16, 16), draw(20, 16)
+    for function in (across, scaled_after):
+        program = jax.make_jaxpr(jax.grad(narrow_activations(function)))(w, x)
+        assert list(_kernel_names(program.jaxpr)) == []
+        exact = jax.grad(function)(w, x)
+        assert jnp.vdot(exact, jax.grad(narrow_activations(function))(w, x)) > 0.98 * jnp.vdot(exact, exact)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_the_programs_are_lowered_for_a_gpu(monkeypatch):
+    for module in (attention_kernel, rows_kernel, smooth_kernel):
+        monkeypatch.setattr(module, "interpreted", lambda: False)
+    loss, params, examples = of_the_library()
+    narrow = narrow_activations(loss)
+    traced = jax.jit(jax.grad(lambda p: narrow(p, examples, KEY))).trace(params)
+    assert "add_row_norm_back" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_the_logits_of_a_language_model_are_stored_narrow_and_those_of_few_classes_are_not():
+    def last(w, x):
+        return -jax.nn.log_softmax(x @ w[0] @ w[1])[:, 0].mean()
+
+    for classes, dtype in ((300, "bf16"), (5, "f32")):
+        program = str(jax.make_jaxpr(narrow_activations(last))((jnp.ones((8, 8)), jnp.ones((8, classes))), draw(40, 8)))
+        assert f"{dtype}[40,{classes}] = dot_general" in program
