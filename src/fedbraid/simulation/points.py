@@ -74,6 +74,7 @@ class Study:
     first: a valid point, for shapes and communication costs.
     data: the federated data; training uses its training split.
     test: the split to evaluate on; None does not evaluate. Its columns begin with ``prefix``.
+    statistics: evaluate the statistics over clients too, not only the values over all examples.
     """
 
     build: Callable[[Mapping[str, Any], FederatedData], PointTask]
@@ -82,6 +83,7 @@ class Study:
     data: FederatedData
     test: Split | None = None
     prefix: str = "test_"
+    statistics: bool = True
 
 
 class PointsError(ValueError):
@@ -221,7 +223,7 @@ class Points:
             metrics = lower_metrics(point.metrics, self.options)
             scores = score(metrics, params, *test, clients=self.clients, preprocess=prepare)
             declared = declared_by(point.metrics)
-            row = summarize(scores, self.study.prefix, declared)
+            row = summarize(scores, self.study.prefix, declared, statistics=self.study.statistics)
             clients = {self.study.prefix + n: values for n, values in client_values(scores, declared).items()}
         return row, clients, finite(params)
 
@@ -347,6 +349,13 @@ class Points:
         return jax.device_put(typed, self.sharding)
 
     # -- runs
+
+    def initial(self, point: Mapping[str, float], seed: int) -> dict[str, float]:
+        """The evaluation of the initial model with a seed; it uses the compiled program."""
+        values = self._values(np.array([[float(point[key]) for key in self.study.keys]] * self.size))
+        server, _ = self._starting(values, self._put(self.base.init(seed)))
+        row, _, _ = self.look(values, jax.device_put(server, self.sharding), self.test)
+        return {name: float(column[0]) for name, column in row.items()}
 
     def chunks(self, points: Sequence[Any]) -> list[Sequence[Any]]:
         """The points in chunks of at most ``size``."""
