@@ -256,6 +256,12 @@ ALGORITHMS: dict[str, Row] = {
         rates={"caution": 0.3, "server_lr": 0.2, "momentum": 0.5, "tau": 0.3, "beta": 0.3},
         refuses=_refuse_rates(fb.fedauto, "caution", "server_lr", "momentum", "tau", "beta"),
     ),
+    "fedauto_ahead": Row(
+        fb.fedauto_ahead,
+        {"server_lr": 0.2},
+        rates={"caution": 0.3, "server_lr": 0.1, "momentum": 0.5, "tau": 0.3, "beta": 0.3, "doubt": 0.7},
+        refuses=_refuse_rates(fb.fedauto_ahead, "caution", "server_lr", "momentum", "tau", "beta", "doubt"),
+    ),
     "fedgd": Row(
         fb.fedgd,
         {"step": 0.05, "local_steps": 2},

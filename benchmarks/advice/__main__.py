@@ -1,4 +1,4 @@
-"""Defaults, advice and self-tuning methods against tuned methods, on 16 federations.
+"""Defaults, advice and self-tuning methods against tuned methods, on 28 federations.
 
     python benchmarks/advice prepare   [NAME ...] --data DATA [--files FILES]
     python benchmarks/advice reference NAME ... --data DATA --out OUT
@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 DEFAULTS = (
-    *("fedavg", "fedavgm", "fedadam", "fedprox", "scaffold", "mimelite"),
+    *("fedavg", "fedacg", "fedcm", "fedavgm", "fedadam", "fedprox", "scaffold", "mimelite"),
     *("fedyogi", "fedadagrad", "mime", "feddyn", "fednova", "fedsgd", "minibatch_sgd", "diloco"),
 )
 

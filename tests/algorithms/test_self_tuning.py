@@ -9,7 +9,9 @@ import optax
 import pytest
 
 import fedbraid as fb
+from fedbraid import address
 from fedbraid import transforms as tf
+from fedbraid.algorithms._fedauto_ahead import noise_of_choice
 from fedbraid.algorithms.client_optimizers import optimizer
 from fedbraid.algorithms.local_smoothness import delta_sgd_steps
 from fedbraid.core import StructureError
@@ -367,5 +369,85 @@ def test_fedauto_survives_flat_and_zero_losses():
     still = run(fb.fedauto(lambda params, batch, key: 0 * jnp.sum(params), **FULL), 2)
     np.testing.assert_array_equal(still.params, START)
     slope = run(fb.fedauto(lambda params, batch, key: jnp.sum(params), **FULL), 2).params
+    assert np.isfinite(slope).all()
+    assert 0 < np.abs(slope - START).max() < 0.1
+
+
+# --- FedAuto ahead ---------------------------------------------------------------------------------------------------
+
+
+def ahead_by_hand(rounds, *, caution, server_lr, tau, beta, doubt):
+    """FedAuto ahead with full batches and 2 of 3 clients in every round, from its definition."""
+    x, mean, u, m, v = START.copy(), START.copy(), np.zeros(4), np.zeros(4), np.zeros(4)
+    known, factor, a, b, rates = np.zeros(3), 1.0, 0.0, 0.0, []
+    for t in range(1, rounds + 1):
+        cohort = np.asarray(address.cohort(0, t - 1, 0, 3, 2))
+        z, moves, found = x - 0.85 * u, [], []
+        share = caution + (1 - caution) / (1 + (t - 1) / 15)
+        for i in cohort:
+            y, own = z.copy(), np.zeros(3)
+            for _ in range(3):
+                g, sums = gradient(i, y), 5 * known + own
+                length = 1e-3 * (1 + np.linalg.norm(y)) / np.linalg.norm(g)
+                new = y - (share * sums[1] / sums[2] if sums[2] > 0 else length) * g
+                curvature = np.linalg.norm(gradient(i, new) - g) / np.linalg.norm(new - y)
+                own, y = own + np.array([1, curvature, curvature**2]), new
+            moves.append(z - y)
+            found.append(own / 3)
+        sizes = [SIZES[i] for i in cohort]
+        known = 0.7 * known + 0.3 * weighted(found, sizes) if t > 1 else weighted(found, sizes)
+        d, square = weighted(moves, sizes), weighted([move @ move for move in moves], sizes)
+        a, b = 0.9 * a + 0.1 * d @ d, 0.9 * b + 0.1 * (square - d @ d) * (1 - 2 / 3)
+        if t > 1:
+            factor = np.clip(factor * np.exp(beta * d @ m / np.linalg.norm(d) / np.linalg.norm(m)), 0.1, 5)
+        m, v = 0.85 * m + d, 0.99 * v + 0.01 * d**2
+        p = m / (np.sqrt(v) + tau * np.sqrt(np.mean(v)))
+        rates.append(server_lr * factor * max(1 - doubt * b / a, 0.1))
+        u = rates[-1] * np.linalg.norm(m) / np.linalg.norm(p) * p
+        x = x - u
+        mean = mean + 17 / (16 + t) * (x - mean)
+    return mean, rates
+
+
+@pytest.mark.parametrize("doubt", [0.0, 0.2, 50.0])  # 50: the least trust
+def test_fedauto_ahead_by_hand(doubt):
+    options = {"caution": 0.4, "server_lr": 0.5, "tau": 0.3, "beta": 0.3, "doubt": doubt}
+    params, rates = ahead_by_hand(5, **options)
+    alg = fb.fedauto_ahead(loss, **options, **FULL)
+    found = fb.simulate(alg, jnp.asarray(START), DATA, rounds=5, cohort=2, devices=1)
+    np.testing.assert_allclose(found.params, params, rtol=1e-8)
+    np.testing.assert_allclose(found.history["train/server_rate"], rates, rtol=1e-8)
+    assert len(set(rates)) > 3
+
+
+def test_fedauto_ahead_is_invariant_to_the_scale_of_the_loss():
+    one = np.asarray(run(fb.fedauto_ahead(loss, **FULL), 5).params)
+    assert np.abs(one - START).max() > 1e-2
+    for factor in (1e-4, 1e4):
+        np.testing.assert_allclose(run(fb.fedauto_ahead(scaled(factor), **FULL), 5).params, one, rtol=1e-8)
+
+
+def test_fedauto_ahead_trusts_the_mean_of_all_clients():
+    """With all clients nothing is due to their choice; with a few that disagree, steps are shorter."""
+    options = {"beta": 0.0, **FULL}
+    all_of_them = run(fb.fedauto_ahead(loss, **options), 4).history["train/server_rate"]
+    np.testing.assert_allclose(all_of_them, 1.0)
+    some = fb.simulate(fb.fedauto_ahead(loss, **options), jnp.asarray(START), DATA, rounds=4, cohort=2, devices=1)
+    assert np.all(np.asarray(some.history["train/server_rate"])[1:] < 1.0)
+
+
+def test_the_noise_of_the_choice_of_clients_is_unbiased():
+    """Over all cohorts of 2 of 5 clients, n has the mean of ||D||^2 - ||mean of all||^2."""
+    updates = np.random.default_rng(1).normal(size=(5, 3))
+    pairs = [updates[list(pair)] for pair in itertools.combinations(range(5), 2)]
+    found = [noise_of_choice(np.mean(np.sum(own**2, 1)), np.sum(own.mean(0) ** 2), 2.0, 5.0) for own in pairs]
+    true = np.mean([np.sum(own.mean(0) ** 2) for own in pairs]) - np.sum(updates.mean(0) ** 2)
+    np.testing.assert_allclose(np.mean(found), true, rtol=1e-9)
+
+
+def test_fedauto_ahead_survives_flat_and_zero_losses():
+    still = run(fb.fedauto_ahead(lambda params, batch, key: 0 * jnp.sum(params), **FULL), 2)
+    np.testing.assert_array_equal(still.params, START)
+    slope = run(fb.fedauto_ahead(lambda params, batch, key: jnp.sum(params), **FULL), 2).params
     assert np.isfinite(slope).all()
     assert 0 < np.abs(slope - START).max() < 0.1

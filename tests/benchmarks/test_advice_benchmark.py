@@ -85,13 +85,44 @@ def test_one_diverged_seed_is_not_averaged_away(bench):
     assert curves.summary([1, 1.2, 2, 4])["within_1.2"] == 0.5
 
 
-def test_halves_have_eight_federations_each_and_pairs_of_models(bench):
+def test_no_target_is_closer_to_the_best_level_than_the_noise_of_the_seeds(bench):
+    curves = bench("curves")
+    rounds = np.arange(1, 201)
+    found = curves.set_target(1.0, [np.maximum(1 - rounds / 10, 0)])  # 98% after 10 rounds, 99.8% after 10
+    assert found["share"] <= 0.98
+    assert found["rounds"] < curves.LEAST
+
+
+def test_the_held_out_federations_have_the_kinds_of_models_of_those_for_design(bench):
     federations = bench("federations")
     halves = {half: [f for f in federations.FEDERATIONS if f.half == half] for half in ("design", "held out")}
-    assert [len(some) for some in halves.values()] == [8, 8]
+    assert [len(some) for some in halves.values()] == [16, 12]
     assert set(bench("prepare").MAKERS) == set(federations.BY_NAME)
     kinds = [sorted({f.model for f in some}) for some in halves.values()]
     assert kinds[0] == kinds[1]
+
+
+def test_the_page_does_not_count_federations_that_are_too_easy(bench):
+    page = bench("page")
+
+    def results(rounds, ratio):
+        advice = {"ratio": ratio, "client_work": 5.0, "advice_seconds": 1.0}
+        return {
+            "best": {"rounds": rounds, "method": "fedavg", "values": {}},
+            "target": {"share": 0.8},
+            "tuning": {"fedavg": {"client_work": 50.0, "seconds": 4.0}},
+            "candidates": {"advice": advice, "defaults: fedavg": {"ratio": 3.0}},
+        }
+
+    found = {"exam": results(20, 1.0), "ames": results(3, 10.0)}
+    words = page._in_short(found)
+    assert "within 1.2x on 1 of 1" in words
+    assert "10% to 10% of the client work" in words
+    assert "25% to 25% of its seconds" in words
+    assert "`fedavg`, geometric mean 3.00" in words
+    table = page._main_table(found)
+    assert "| ames (too easy) |" in table
+    assert "**1.00**" in table
 
 
 def test_a_federation_from_data_to_table(bench, tmp_path, monkeypatch):
@@ -114,4 +145,4 @@ def test_a_federation_from_data_to_table(bench, tmp_path, monkeypatch):
     assert lab.score("idle", "fedavg", {"client_lr": 1e-6})["ratio"] == 10
     assert measure.Lab("skewed-squares", tmp_path, tmp_path).results == json.loads(lab.path.read_text())
     assert bench("page").tables(["skewed-squares"], tmp_path, tmp_path / "page.md") is None
-    assert "| skewed-squares | strong heterogeneity" in (tmp_path / "page.md").read_text()
+    assert "| skewed-squares (too easy) | strong heterogeneity" in (tmp_path / "page.md").read_text()

@@ -90,7 +90,7 @@ def test_rounds_to_a_level_are_the_first_from_which_the_mean_keeps_it():
     rng = np.random.default_rng(3)
     for _ in range(20):
         values = np.cumsum(rng.normal(0.1, 1.0, 60))
-        means = [np.mean(values[i : i + max(5, i // 5)]) for i in range(60)]
+        means = [np.mean(values[i : i + max(10, i // 5)]) for i in range(60)]
         level = float(np.quantile(means, 0.6))
         first = next(i for i, mean in enumerate(means) if mean >= level)
         found = rounds_to(np.arange(1, 61), kept(values), [level])[0]
@@ -107,6 +107,29 @@ def test_a_curve_that_starts_slowly_and_ends_better_wins():
     same = rank({"quick": curves(5 + 3 * quick), "late": curves(5 + 3 * late)}, 5.0)
     assert same.order == found.order  # units of the metric do not matter
     assert same.regret["quick"] == pytest.approx(found.regret["quick"])
+
+
+def test_a_short_peak_is_not_a_level_that_was_reached():
+    """A curve that passes the level for a few rounds and settles below it loses against one that keeps it."""
+    passing = np.where((AT > 6) & (AT < 13), 1.0, 0.9 * (1 - np.exp(-AT / 3)))
+    keeping = 1 - np.exp(-AT / 8)
+    found = rank({"passing": curves(passing), "keeping": curves(keeping)}, 0.0)
+    assert found.order[0] == "keeping"
+
+
+def test_a_few_rounds_at_the_beginning_count_little():
+    quick, late = 1 - np.exp(-AT / 2), 1 - np.exp(-AT / 4)
+    apart = [rank({"q": curves(quick), "l": curves(late)}, 0.0, early=early).regret["l"] for early in (0.0, 20.0)]
+    assert apart[0] > math.log(1.8)
+    assert apart[1] < math.log(1.4)
+
+
+def test_levels_do_not_depend_on_how_often_a_curve_is_evaluated():
+    speed = {"a": 0.05, "b": 0.03}
+    every = {one: Curves(AT, 1 - np.exp(-AT * v)[None]) for one, v in speed.items()}
+    fourth = {one: Curves(curve.rounds[3::4], curve.values[:, 3::4]) for one, curve in every.items()}
+    assert fourth["a"].window == 3
+    assert rank(fourth, 0.0).regret["b"] == pytest.approx(rank(every, 0.0).regret["b"], abs=0.1)
 
 
 def test_a_fall_from_a_huge_loss_is_no_trend():
@@ -162,24 +185,31 @@ def test_the_methods_are_known_and_have_the_rates_of_the_table(folder):
 
 def test_the_family_of_averaging_methods_equals_its_members():
     """One program runs four methods: each must be the algorithm of its name."""
-    rates = {"fedavg": 1.0, "fedavgm": 0.7, "fedprox": 1.3, "fedadam": 0.05}
-    data = fb.Split.from_clients([{"x": np.full((4, 3), c, np.float32)} for c in (1.0, 3.0)])
+    rates = {"fedavg": 1.0, "fedavgm": 0.7, "fedprox": 1.3, "fedadam": 0.05, "fedacg": 0.6, "fedcm": 1.2}
+    rates |= {"scaffold": 1.4}
+    ramp = np.arange(12, dtype=np.float32).reshape(4, 3)
+    data = fb.Split.from_clients([{"x": ramp[:n] + c} for c, n in ((1.0, 4), (3.0, 2), (-2.0, 3))])
     params = np.array([0.5, -1.0, 2.0], np.float32)
 
     def loss(params, batch, key):
         return 0.5 * jnp.mean(jnp.arange(1.0, 4.0) * (params - batch["x"]) ** 2 * batch["mask"][:, None])
 
+    def ends(*made):
+        return [fb.simulate(one, params, data, rounds=3, cohort=2, seed=0).params for one in made]
+
+    assert set(rates) == set(averaging.MEMBERS)
     for name, numbers in averaging.MEMBERS.items():
-        local = {"client_lr": 0.3, "server_lr": rates[name], "steps": 3, "batch_size": 2}
+        local = {"client_lr": 0.3, "server_lr": rates[name], "epochs": 2, "batch_size": 2}
         named, member = algorithms.ALGORITHMS[name](loss, **local), averaging.averaging(loss, **local, **numbers)
-        ends = [fb.simulate(made, params, data, rounds=3, seed=0).params for made in (named, member)]
-        np.testing.assert_allclose(*ends, rtol=2e-5)
-        assert np.abs(ends[0] - params).max() > 0.01
+        both = ends(named, member)
+        np.testing.assert_allclose(*both, rtol=2e-5)
+        assert np.abs(both[0] - params).max() > 0.01
+        if name in ("fedacg", "fedcm"):
+            np.testing.assert_allclose(ends(averaging.averaging(loss, **local, **numbers, stateful=False))[0], both[0])
     averaged = algorithms.fedavgm(loss, kind="average", client_lr=0.3, server_lr=0.7, steps=3, batch_size=2)
     numbers = {**averaging.MEMBERS["fedavgm"], "fresh": 0.1}
     member = averaging.averaging(loss, client_lr=0.3, server_lr=0.7, steps=3, batch_size=2, **numbers)
-    ends = [fb.simulate(made, params, data, rounds=3, seed=0).params for made in (averaged, member)]
-    np.testing.assert_allclose(*ends, rtol=2e-5)
+    np.testing.assert_allclose(*ends(averaged, member), rtol=2e-5)
 
 
 def test_a_member_with_other_options_runs_as_itself(folder):
@@ -193,6 +223,16 @@ def test_a_member_with_other_options_runs_as_itself(folder):
     averaged = config(folder, algorithm={"name": "fedavgm", "momentum": 0.5, "kind": "average"})
     assert program_of(averaged, methods_of(averaged), setting)[2]["algorithm.fresh"] == 0.5
     assert made.algorithm.name == averaging.NAME
+    assert program_of(own, METHODS, Setting("scaffold", 1, setting.rates), stateful=False)[0] == "scaffold"
+    acg = config(folder, algorithm={"name": "fedacg", "lam": 0.7, "beta": 0.02})
+    point = program_of(acg, methods_of(acg), Setting("fedacg", 1, setting.rates))[2]
+    assert (point["algorithm.beta"], point["algorithm.alpha"]) == (0.7, 0.02)
+
+
+def test_methods_that_another_one_replaces_run_only_if_they_are_named(folder):
+    usual = [method.name for method in methods_of(config(folder))]
+    assert set(usual) == {"fedacg", "fedcm", "fedadam", "scaffold", "fedavg"}
+    assert [method.name for method in methods_of(config(folder), ["fedprox"])] == ["fedprox", "fedavg"]
 
 
 def test_neighbours_are_those_that_were_not_tried():

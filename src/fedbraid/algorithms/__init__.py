@@ -7,6 +7,7 @@ from fedbraid.algorithms._fedac import fedac
 from fedbraid.algorithms._fedacg import fedacg
 from fedbraid.algorithms._fedala import fedala
 from fedbraid.algorithms._fedauto import fedauto
+from fedbraid.algorithms._fedauto_ahead import fedauto_ahead
 from fedbraid.algorithms._fedbabu import fedbabu
 from fedbraid.algorithms._fedbn import fedbn
 from fedbraid.algorithms._fedcm import fedcm
@@ -66,6 +67,7 @@ __all__ = [
     "fedadam",
     "fedala",
     "fedauto",
+    "fedauto_ahead",
     "fedavg",
     "fedavgm",
     "fedbabu",

@@ -37,6 +37,7 @@ step takes two gradients.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -103,12 +104,12 @@ class Walk(NamedTuple):
     loss: Any
 
 
-def _nothing() -> Smoothness:
+def nothing() -> Smoothness:
     zero = jnp.zeros((), jnp.result_type(float))
     return Smoothness(zero, zero, zero)
 
 
-def _mixed(a: Any, x: Smoothness, b: Any, y: Smoothness) -> Smoothness:
+def mixed(a: Any, x: Smoothness, b: Any, y: Smoothness) -> Smoothness:
     return Smoothness(*(a * u + b * w for u, w in zip(x, y, strict=True)))
 
 
@@ -198,7 +199,7 @@ def fedauto(
     def receive(server: AutoState, aggregate: Aggregate, key: Any) -> Logged:
         g = aggregate.up.pseudograd
         past = jnp.where(server.smoothness.count > 0, MEMORY, 0)
-        smoothness = _mixed(past, server.smoothness, 1 - past, aggregate.up.aux)
+        smoothness = mixed(past, server.smoothness, 1 - past, aggregate.up.aux)
         count = server.round + 1
         t = count.astype(jnp.result_type(float))
         turn = jnp.exp(beta * agreement(g, server.m)).astype(t.dtype)
@@ -215,36 +216,42 @@ def fedauto(
 
     def init(params: PyTree) -> AutoState:
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return AutoState(params, zeros, zeros, jnp.ones((), jnp.result_type(float)), jnp.int32(0), _nothing())
+        return AutoState(params, zeros, zeros, jnp.ones((), jnp.result_type(float)), jnp.int32(0), nothing())
 
     exchange = Exchange(
         "train",
         lambda server: Down(server.params, Advice(caution_in(server.round), server.smoothness)),
-        _measuring_client(loss, weighting, batches_of(**local)),
+        measuring_client(loss, weighting, batches_of(**local)),
         receive,
     )
     return Algorithm(init, lambda params: (), (exchange,), lambda server: server.params)
 
 
-def _measuring_client(loss: Loss, weighting: Weighting, batches: Batches) -> LocalWork:
-    """Local steps that measure the smoothness, at the rates that follow from it."""
+def measuring_client(
+    loss: Loss, weighting: Weighting, batches: Batches, numbers: Callable[[PyTree, Smoothness], Any] | None = None
+) -> LocalWork:
+    """Local steps that measure the smoothness, at the rates that follow from it.
+
+    numbers: from the update and the mean smoothness, what is sent beside the update; default the smoothness.
+    """
 
     def start(down: Down, state: PyTree, key: Any) -> Walk:
-        return Walk(down.params, _nothing(), jnp.int32(0), jnp.zeros((), jnp.result_type(float)))
+        return Walk(down.params, nothing(), jnp.int32(0), jnp.zeros((), jnp.result_type(float)))
 
     def step(walk: Walk, batch: dict, key: Any, down: Down) -> Walk:
-        known = _mixed(PRIOR, down.aux.smoothness, 1, walk.own)
+        known = mixed(PRIOR, down.aux.smoothness, 1, walk.own)
 
         def gradient(y: PyTree) -> tuple[Any, PyTree]:
             return value_and_grad(loss)(y, batch, key)
 
         y, value, one = measured_step(gradient, walk.params, down.aux.caution, known)
-        return Walk(y, _mixed(1, walk.own, 1, one), walk.k + 1, walk.loss + value.astype(walk.loss.dtype))
+        return Walk(y, mixed(1, walk.own, 1, one), walk.k + 1, walk.loss + value.astype(walk.loss.dtype))
 
     def finish(walk: Walk, down: Down, state: PyTree, n: Any) -> Report:
         sent = jax.tree.map(jnp.subtract, down.params, walk.params)
         mean = Smoothness(*(part / jnp.maximum(walk.own.count, 1) for part in walk.own))
         mean_loss = walk.loss / walk.k.astype(walk.loss.dtype)
-        return Report(Up(sent, mean), weight_of(weighting, n), (), {"loss": mean_loss})
+        aux = mean if numbers is None else numbers(sent, mean)
+        return Report(Up(sent, aux), weight_of(weighting, n), (), {"loss": mean_loss})
 
     return local_work(start, step, finish, batches)

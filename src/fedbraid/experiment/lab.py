@@ -132,8 +132,11 @@ class Lab:
         settings: SweepSettings,
         data: FederatedData | None = None,
         held: tuple[FederatedData, str] | None = None,
+        *,
+        statistics: bool = True,
     ) -> None:
         self.config, self.settings, self.space = config, settings, settings.space
+        self.statistics = statistics  # evaluate statistics over clients too
         self.raw = {} if data is None else {_data_key(config): data}
         self.data, self.split_by = ({}, "") if held is None else ({_data_key(config): held[0]}, held[1])
         self.check()
@@ -230,6 +233,7 @@ class Lab:
             test=data.validation,
             prefix=PREFIX,
             most=most,
+            statistics=self.statistics,
         )
         self.programs[static, made.size] = made
         self.compiled += 1

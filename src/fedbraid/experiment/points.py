@@ -163,6 +163,7 @@ def points_program(
     prefix: str = "test_",
     most: int | None = None,
     swap: Callable[[Callable, Mapping[str, Any]], Algorithm] | None = None,
+    statistics: bool = True,
 ) -> Points:
     """The programs of points that differ only in the values of ``keys``.
 
@@ -171,6 +172,7 @@ def points_program(
     test: the split that is evaluated, under names that begin with ``prefix``.
     swap: makes an algorithm from the loss and the (traced) options, for an algorithm that a configuration cannot name.
         It replaces the one that the configuration names, and must have the same exchanges and messages.
+    statistics: evaluate the statistics over clients too.
     """
 
     def build(values: Mapping[str, Any], data: FederatedData) -> PointTask:
@@ -182,7 +184,7 @@ def points_program(
         return PointTask(task, experiment.metrics, lambda seed: experiment.model.init(address.init_key(seed)))
 
     cohort = data.train.num_clients if config.cohort == "all" else config.cohort
-    study = Study(build, tuple(keys), {}, data, test, prefix)
+    study = Study(build, tuple(keys), {}, data, test, prefix, statistics)
     schedule = Schedule(config.rounds, config.evaluation.every)
     try:
         return Points(study, config.engine, schedule, cohort=cohort, points=points, seeds=seeds, most=most)

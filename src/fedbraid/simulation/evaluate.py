@@ -184,7 +184,9 @@ def client_values(scores: Mapping[str, Any], declared: Iterable[Metric] = ()) ->
     return shown_values(means, declared)
 
 
-def summarize(scores: Mapping[str, Any], prefix: str = "test_", declared: Iterable[Metric] = ()) -> dict[str, Any]:
+def summarize(
+    scores: Mapping[str, Any], prefix: str = "test_", declared: Iterable[Metric] = (), *, statistics: bool = True
+) -> dict[str, Any]:
     """Scores as one row of columns: for every metric its value over all examples, and five statistics over clients.
 
     ``_client_mean`` is the mean of the clients' own values, ``_client_worst`` is the worst of them. A tenth of the
@@ -192,7 +194,7 @@ def summarize(scores: Mapping[str, Any], prefix: str = "test_", declared: Iterab
     better. ``_client_deviation`` is the standard deviation of the clients' values, ``_client_gini`` their Gini
     coefficient: half the mean absolute difference of two clients, divided by the mean; 0 means that all are equal. It
     is nan if a value is negative. ``declared`` gives the direction of metrics that are not well known, and the metrics
-    computed from others.
+    computed from others. Without ``statistics`` there are only the values over all examples.
 
     >>> scores = {"loss": jnp.array([[1.0, 6.0], [1.0, 2.0]])}  # one client with loss 1, another with 6 / 2
     >>> {name.removeprefix("loss"): round(float(value), 2) for name, value in summarize(scores, "").items()}
@@ -201,6 +203,8 @@ def summarize(scores: Mapping[str, Any], prefix: str = "test_", declared: Iterab
     """
     row, declared = {}, tuple(declared)
     pooled = shown_values({name: jnp.sum(s[0], 0) / jnp.sum(s[1], 0) for name, s in scores.items()}, declared)
+    if not statistics:
+        return {prefix + name: value for name, value in pooled.items()}
     for name, values in client_values(scores, declared).items():
         sign = metric_of_column(name, declared).sign
         row[prefix + name] = pooled[name]

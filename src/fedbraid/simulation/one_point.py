@@ -43,6 +43,7 @@ class Study:
     first: a valid point, for shapes and communication costs.
     data: the federated data; training uses its training split.
     test: the split to evaluate on; None does not evaluate. Its columns begin with ``prefix``.
+    statistics: evaluate the statistics over clients too, not only the values over all examples.
     """
 
     build: Callable[[Mapping[str, Any], FederatedData], PointTask]
@@ -51,6 +52,7 @@ class Study:
     data: FederatedData
     test: Split | None = None
     prefix: str = "test_"
+    statistics: bool = True
 
 
 @jax.custom_batching.custom_vmap
@@ -132,7 +134,7 @@ class OnePoint:
             metrics = lower_metrics(point.metrics, self.options)
             scores = score(metrics, params, *test, clients=test_clients, preprocess=prepare)
             declared = declared_by(point.metrics)
-            row = summarize(scores, self.study.prefix, declared)
+            row = summarize(scores, self.study.prefix, declared, statistics=self.study.statistics)
             clients = {self.study.prefix + n: values for n, values in client_values(scores, declared).items()}
         return row, clients, finite(params)
 

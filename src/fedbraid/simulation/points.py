@@ -251,6 +251,13 @@ class Points:
 
     # -- runs
 
+    def initial(self, point: Mapping[str, float], seed: int) -> dict[str, float]:
+        """The evaluation of the initial model with a seed; it uses the compiled program."""
+        values = self._values(np.array([[float(point[key]) for key in self.study.keys]] * self.size))
+        server, _ = self._starting(values, self._put(self.base.init(seed)))
+        row, _, _ = self.look(values, jax.device_put(server, self.sharding), self.test)
+        return {name: float(column[0]) for name, column in row.items()}
+
     def chunks(self, points: Sequence[Any]) -> list[Sequence[Any]]:
         """The points in chunks of at most ``size``."""
         return [points[i : i + self.size] for i in range(0, len(points), self.size)]

@@ -51,6 +51,7 @@ ADVISE, TRIALS, ADVISED, SUMMARY, PICTURE = (
 )
 SHARE = 2  # without a budget the longest trials have this part of the configured rounds
 PER_ROUND = 48  # rounds of all trials together, for each round of the longest trials; measured, rounded up
+EVALUATIONS = 100  # of a trial with all configured rounds
 UNITS = {"": "rounds", "r": "rounds", "round": "rounds", "rounds": "rounds"} | {"s": 1, "min": 60, "h": 3600}
 
 
@@ -172,7 +173,8 @@ def _set_up(config: Config, settings: AdviceSettings) -> tuple[Track, Experiment
         metric=settings.metric or config.stop.metric or "loss",
         better=settings.better,
     )
-    often = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"every": 1})})
+    every = max(1, config.rounds // EVALUATIONS)
+    often = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"every": every})})
     return Track(often, methods, judged, data, split), experiment
 
 

@@ -71,7 +71,7 @@ def problem_with(race: Race, found: Found, kind: str) -> str:
             "loss and the data: a loss that is not finite at the first model, or inputs that are not scaled, are the "
             "usual causes"
         )
-    ends = kept(race.curves(found.best, race.reached).values)[:, -1]
+    ends = race.curves(found.best, race.reached).kept()[:, -1]
     if ends.mean() <= race.start:
         return (
             f"no advice: no setting improves {metric} over the initial model ({race.start * race.metric.sign:.4g}) in "

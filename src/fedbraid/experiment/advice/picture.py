@@ -47,16 +47,16 @@ def _curves(axis: Any, race: Race, found: Found, looks: Mapping[str, Any]) -> No
         shown = [found.best, *shown]
     sign = race.metric.sign
     for one in shown:
-        curve = race.curves(one, race.reached)
+        curve = race.curves(one, race.longest(one))
         wide = {"lw": 2.5} if one == found.best else {"lw": 1.2}
         axis.plot(curve.rounds, sign * curve.values.mean(0), label=str(one), **looks[one.method], **wide)
         low, high = sign * curve.values.min(0), sign * curve.values.max(0)
         axis.fill_between(curve.rounds, low, high, color=looks[one.method]["color"], alpha=0.12, lw=0)
     own = found.configured
     if own not in shown and own in found.ranking.order:
-        curve = race.curves(own, race.reached)
+        curve = race.curves(own, race.longest(own))
         axis.plot(curve.rounds, sign * curve.values.mean(0), color=GREY, ls=":", label=f"as configured: {own}")
-    drawn = np.concatenate([race.curves(one, race.reached).values.ravel() for one in shown]) * sign
+    drawn = np.concatenate([race.curves(one, race.longest(one)).values.ravel() for one in shown]) * sign
     if race.metric.lower_is_better and drawn.min() > 0 and drawn.max() / drawn.min() > 3:
         axis.set_yscale("log")
     axis.set_ylim(*_limits(drawn, race.start * sign))
@@ -77,7 +77,7 @@ def _rates(axis: Any, race: Race, found: Found, looks: Mapping[str, Any]) -> Non
     axis.set(xlabel="client rate", ylabel="rounds, as a multiple of the best", title="every setting that was tried")
     tidy(axis)
     drawn: set[Setting] = set()
-    for size, horizon in zip((70, 30, 12), reversed(race.horizons), strict=False):
+    for size, horizon in zip((70, 40, 24, 12), reversed(race.horizons), strict=False):
         at = [one for one in found.tried if one not in drawn and one.rates and race.rows_of(one, horizon)]
         field = [one for one in found.tried if race.rows_of(one, horizon)]
         ranking = race.ranking(field, horizon)

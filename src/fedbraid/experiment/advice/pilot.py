@@ -1,9 +1,10 @@
 """The pilot: which settings race, and what the race found.
 
 1. The constants of the data give a centre for the client rates and leave out methods that cannot pay.
-2. FedAvg runs over nine client rates to the first horizon. The other methods start around its best rate.
+2. FedAvg runs over eight client rates to the first horizon. The other methods start around its best rate.
 3. The race goes on to longer horizons with fewer settings (see `race`).
-4. The settings that are close to the best run with further seeds, and the best of all seeds is the advice.
+4. The settings that are close to the best at the end run with further seeds. The best over all seeds is the advice; if
+   several are as good, see `_choose`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 from fedbraid.experiment.advice.candidates import (
     CLIENT_RATES,
+    METHODS,
     SERVER_RATE,
     Method,
     Setting,
@@ -24,13 +26,15 @@ from fedbraid.experiment.advice.candidates import (
     on_lattice,
     rate_names,
 )
-from fedbraid.experiment.advice.race import FINALISTS, HOPEFUL, MORE_SEEDS, NEAR, Race
+from fedbraid.experiment.advice.race import HOPEFUL, NEAR, Race
 from fedbraid.experiment.advice.ranking import Ranking
 
 __all__ = ["Found", "grid", "run_pilot"]
 
-SECOND = 14  # settings that continue to the second horizon
-CLOSE = 4  # settings that run with further seeds at most
+KEPT = (6, 3)  # settings that continue after the first horizon, and after the others, at least
+FINALISTS = 3  # settings that run with further seeds at most
+CLOSE = math.log(1.3)  # with at most this regret
+TIE = math.log(1.1)  # settings that are this close are as good
 WORTH = 1.5  # more local work is advised only if it saves this factor of rounds
 
 
@@ -74,24 +78,21 @@ def run_pilot(race: Race, centre: float, *, least: float = 0.0, works: Sequence[
     field = race.first([own, *grid(race, scout, centre, least)], first)
     centre = _best_client_rate(race, field, first, on_lattice(centre))
     left_out: dict[str, str] = {}
-    for later in (False, True):  # methods that wait for the result of another one come second
-        starts: list[Setting] = []
-        for method in [one for one in others if bool(one.after) == later]:
-            more, why = grid(race, method, centre, least), _useless(race, method, field, first)
-            if not why and not race.affords([*starts, *more], first):
-                why = "the budget does not allow it"
-            if why:
-                left_out[method.name] = why
-            else:
-                starts += more
-        field = race.first([*field, *starts], first) if starts else field
+    starts: list[Setting] = []
+    for method in others:
+        more = grid(race, method, centre, least)
+        if race.affords([*starts, *more], first):
+            starts += more
+        else:
+            left_out[method.name] = "the budget does not allow it"
+    field = race.first([*field, *starts], first) if starts else field
     tried = list(field)
     for horizon, longer in itertools.pairwise(race.horizons):
-        field = _affordable(race, _continuing(race, field, own, horizon, longer), longer)
+        field = _affordable(race, _continuing(race, field, own, horizon), longer)
         if not field:
             break
         race.run(field, longer)
-        field = race.move(field, tried, longer, NEAR if longer != race.horizons[-1] else 0.0)
+        field = race.move(field, tried, longer, 0.0)
         tried += [one for one in field if one not in tried]
     field = [one for one in tried if race.rows_of(one, race.reached)]
     ranking = race.ranking(field, race.reached)
@@ -102,24 +103,13 @@ def run_pilot(race: Race, centre: float, *, least: float = 0.0, works: Sequence[
             field += _with_more_work(race, ranking, work, tried)
     ranking = race.ranking(field, race.reached)
     assert ranking is not None
-    final = _with_more_seeds(race, ranking)
-    return Found(_choose(final, ranking), own, ranking, final, tried, left_out)
+    final = _with_more_seeds(race, ranking, own)
+    return Found(_choose(final, ranking, own), own, ranking, final, tried, left_out)
 
 
-def _useless(race: Race, method: Method, field: Sequence[Setting], rounds: int) -> str:
-    """Why a method that waits for another one is left out; empty if it runs, as the configured one always does."""
-    if not method.after or method.name == race.config.algorithm.name:
-        return ""
-    found = race.ranking(field, rounds)
-    best = {} if found is None else {one.method: found.regret[one] for one in reversed(found.order)}
-    if method.after not in best or "fedavg" not in best or best[method.after] <= best["fedavg"]:
-        return ""
-    return f"{method.about}, and {method.after} does not do better than fedavg here"
-
-
-def _continuing(race: Race, field: Sequence[Setting], own: Setting, horizon: int, longer: int) -> list[Setting]:
+def _continuing(race: Race, field: Sequence[Setting], own: Setting, horizon: int) -> list[Setting]:
     """The settings that go on to a longer horizon; the configured one always does, for comparison."""
-    keep, regret = (SECOND, HOPEFUL) if longer != race.horizons[-1] else (FINALISTS, NEAR)
+    keep, regret = (KEPT[0], HOPEFUL) if horizon == race.horizons[0] else (KEPT[1], NEAR)
     chosen = race.narrow(field, horizon, keep, regret)
     return chosen + ([own] if chosen and own not in chosen and race.alive([own], horizon) else [])
 
@@ -153,23 +143,46 @@ def _with_more_work(race: Race, ranking: Ranking[Setting], work: int, tried: lis
     return race.alive(more, race.reached)
 
 
-def _with_more_seeds(race: Race, ranking: Ranking[Setting]) -> Ranking[Setting]:
-    """The best setting and those close to it, with all tuning seeds."""
-    some = [ranking.order[0], *ranking.close_to_best()][:CLOSE]
+def _with_more_seeds(race: Race, ranking: Ranking[Setting], own: Setting) -> Ranking[Setting]:
+    """The settings that are close to the best, with all tuning seeds; those that diverge with one are left out.
+
+    If the configured setting is close, it is one of them: it is kept unless another one is better.
+    """
+    order = ranking.order
+    close = [one for one in order if ranking.regret[one] - ranking.regret[order[0]] <= CLOSE]
+    some = [one for i, one in enumerate(close) if i < FINALISTS or one == own]
     last, seeds = race.reached, race.settings.seed_list
-    if len(some) == 1 or not race.affords(some, last, seeds):
+    if not race.affords(some, last, seeds):
         return ranking
-    race.run(some, last, seeds[-MORE_SEEDS:])
-    return race.ranking(some, last, seeds) or ranking
+    race.run(some, last, seeds)
+    found = race.ranking(some, last, seeds)
+    if found is not None:
+        return found
+    rest = [one for one in order if one not in some]  # all of them diverged with a further seed
+    return race.ranking(rest, last) or ranking
 
 
-def _choose(final: Ranking[Setting], ranking: Ranking[Setting]) -> Setting:
-    """The best setting. More local work must save a factor of `WORTH` in rounds, else the best with less is taken."""
+def _choose(final: Ranking[Setting], ranking: Ranking[Setting], own: Setting) -> Setting:
+    """The best setting, or of those that are as good: the configured one, else of the method that is earlier in the
+    table the one with the smallest rates, which is further from divergence.
+
+    More local work must save a factor of `WORTH` in rounds, else the best with less is taken.
+    """
     best = final.order[0]
+    as_good = [one for one in final.order if one.work == best.work and final.regret[one] - final.regret[best] <= TIE]
+    if own in as_good:
+        return own
+    safest = min(as_good, key=lambda one: (_place(one.method), math.prod(value for _, value in one.rates)))
     if best.work == 1:
-        return best
+        return safest
     for one in [*final.order, *ranking.order]:
         table = final if one in final.order else ranking
         if one.work == 1:
-            return best if table.regret[one] - table.regret[table.order[0]] >= math.log(WORTH) else one
-    return best
+            return safest if table.regret[one] - table.regret[table.order[0]] >= math.log(WORTH) else one
+    return safest
+
+
+def _place(method: str) -> int:
+    """The place of a method in the table; other methods come last."""
+    names = [one.name for one in METHODS]
+    return names.index(method) if method in names else len(names)

@@ -20,17 +20,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedbraid import address
-from fedbraid.costs import nbytes
+from fedbraid.costs import cost, nbytes
 from fedbraid.data.federated import FederatedData
-from fedbraid.experiment.advice.candidates import Method, Setting, configured, neighbour, program_of
+from fedbraid.experiment.advice.candidates import (
+    Method,
+    Setting,
+    configured,
+    neighbour,
+    program_of,
+    with_setting,
+)
 from fedbraid.experiment.advice.ranking import Curves, Ranking, rank
-from fedbraid.experiment.assembly import Experiment, assemble
+from fedbraid.experiment.assembly import assemble
 from fedbraid.experiment.config import Config
-from fedbraid.experiment.lab import PREFIX, Lab, SweepSettings
+from fedbraid.experiment.lab import Lab, SweepSettings
 from fedbraid.experiment.trials import Row, Trials
 from fedbraid.experiment.tuning import advance
-from fedbraid.simulation import evaluator
 from fedbraid.simulation.plan import steps_of
 from fedbraid.simulation.points import Points, PointsResult
 
@@ -39,14 +44,14 @@ __all__ = ["MORE_SEEDS", "Budget", "Race", "RaceNews", "Track", "horizons_of"]
 TOGETHER = 4  # settings in one program
 MANY = 8  # the same for the program of several methods, if the model is small
 SMALL = 20_000  # bytes of a model; for larger ones, empty places in a program cost more than a further call
-GROWTH = 3  # each horizon is three times the one before, and about a third of the settings reach it
+STATES = 2**28  # bytes of the clients' states in a program with SCAFFOLD at most; else it has a program of its own
+PARTS = (6, 2, 1)  # settings are compared after these parts of the longest trials
 LEAST = 6  # rounds of the first horizon at least
-MOVES = 3  # times that the grid of a method may move at one horizon
-HOPEFUL = math.log(4.0)  # a method whose best setting has at most this regret continues to the second horizon
-NEAR = math.log(2.0)  # the same for the last horizon; and its grid moves
-EARLY = 1 / 15  # levels that the fastest setting reaches before this share of the configured rounds do not count
-FINALISTS = 7
-MORE_SEEDS = 4  # further tuning seeds for the settings that are close to the best at the end
+MOVES = 2  # times that the grid of a method may move at one horizon
+HOPEFUL = math.log(3.0)  # a method whose best setting has at most this regret continues after the first horizon
+NEAR = math.log(2.0)  # the same after the others; and its grid moves
+EARLY = 1 / 15  # of the configured rounds: added to rounds before they are compared (see `ranking`)
+MORE_SEEDS = 2  # further tuning seeds for the settings that are close to the best at the end
 
 
 class Track(NamedTuple):
@@ -72,15 +77,13 @@ class Budget(NamedTuple):
 
 
 def horizons_of(last: int) -> tuple[int, ...]:
-    """The rounds after which settings are compared: up to three, each about a third of the next.
+    """The rounds after which settings are compared: a sixth and half of the last horizon, and all of it.
 
     >>> horizons_of(300), horizons_of(30), horizons_of(5)
-    ((34, 100, 300), (10, 30), (5,))
+    ((50, 150, 300), (15, 30), (5,))
     """
-    found = [last]
-    while len(found) < 3 and found[0] / GROWTH >= LEAST:
-        found.insert(0, math.ceil(found[0] / GROWTH))
-    return tuple(found)
+    parts = [math.ceil(last / part) for part in PARTS]
+    return tuple(dict.fromkeys(rounds for rounds in parts if rounds >= min(LEAST, last)))
 
 
 class RaceNews(NamedTuple):
@@ -122,19 +125,18 @@ class Race:
         self.best: Setting | None = None
         self.target: float | None = None
         self.reached = 0  # the longest horizon that was compared
+        self.costs: dict[str, int] = {}
         experiment = assemble(self.config, self.held[0])
         self.model_bytes = nbytes(experiment.shapes)
-        self.start = self._start(experiment)
+        self.stateful = MANY * self.held[0].train.num_clients * self.model_bytes <= STATES
+        self.start = self._start()
 
-    def _start(self, experiment: Experiment) -> float:
+    def _start(self) -> float:
         """The metric of the initial models with its sign, averaged over the tuning seeds."""
-        lab = self.program(configured(self.config))[0]
+        lab, program, point = self.program(configured(self.config))
         self.metric = metric = lab.criterion.metric
-        validation = self.held[0].validation
-        assert validation is not None
-        scores = evaluator(experiment.metrics, validation)
-        values = [scores.summary(experiment.model.init(address.init_key(seed))) for seed in self.seeds]
-        return metric.sign * float(np.mean([one["test_" + metric.name.removeprefix(PREFIX)] for one in values]))
+        values = [program.initial(point, seed)[metric.name] for seed in self.seeds]
+        return metric.sign * float(np.mean(values))
 
     # -- running
 
@@ -148,7 +150,7 @@ class Race:
             settings = self.settings.model_copy(
                 update={"over": {k: [value] for k, value in point.items()}, "at_once": together}
             )
-            lab = Lab(config, settings, self.data, self.held)
+            lab = Lab(config, settings, self.data, self.held, statistics=False)
             self.programs[key] = lab, lab.program([point] * together)
             self.compiling += time.perf_counter() - began
         return *self.programs[key], point
@@ -156,7 +158,7 @@ class Race:
     def place(self, setting: Setting) -> tuple[str, Config, dict[str, Any]]:
         """The name and the configuration of the program that runs a setting, and its point there."""
         if setting not in self.places:
-            self.places[setting] = program_of(self.config, self.methods, setting)
+            self.places[setting] = program_of(self.config, self.methods, setting, stateful=self.stateful)
         return self.places[setting]
 
     def run(self, settings: Iterable[Setting], rounds: int, seeds: Sequence[int] | None = None) -> None:
@@ -244,6 +246,11 @@ class Race:
         """The rows of a setting at a horizon, one for each seed that it ran with."""
         return [self.rows[k] for k in self.rows if k[0] == setting and k[2] == rounds]
 
+    def longest(self, setting: Setting) -> int:
+        """The longest horizon that a setting ran to with the first seeds; 0 if it did not run."""
+        ran = [{rounds for one, own, rounds in self.rows if one == setting and own == seed} for seed in self.seeds]
+        return max(set.intersection(*ran), default=0)
+
     def curves(self, setting: Setting, rounds: int, seeds: Sequence[int] | None = None) -> Curves:
         """The validation curves of a setting, with the sign of the metric."""
         rows = [self.rows[setting, seed, rounds] for seed in (self.seeds if seeds is None else seeds)]
@@ -261,10 +268,10 @@ class Race:
     # -- the race
 
     def first(self, settings: Sequence[Setting], rounds: int) -> list[Setting]:
-        """Run settings to the first horizon, and move the grids of hopeful methods; returns all that were run."""
+        """Run settings to the first horizon, and move the grids of good methods; returns all that were run."""
         tried = list(dict.fromkeys(settings))
         self.run(tried, rounds)
-        return self.move(tried, tried, rounds, HOPEFUL)
+        return self.move(tried, tried, rounds, NEAR)
 
     def move(self, field: Sequence[Setting], tried: Sequence[Setting], rounds: int, regret: float) -> list[Setting]:
         """Add neighbours of the best setting of every method with at most this regret, until it has them all.
@@ -297,19 +304,16 @@ class Race:
     def narrow(self, field: Sequence[Setting], rounds: int, keep: int, regret: float) -> list[Setting]:
         """The settings that continue after a horizon.
 
-        The ``keep`` best ones, the best of every method with at most this regret, and for each method among them the
-        next larger client rate, because early rounds favour small rates.
+        The ``keep`` best ones, and the best of every method with at most this regret together with its neighbours:
+        early rounds favour other rates than late ones.
         """
         found = self.ranking(field, rounds)
         if found is None:
             return []
         order = found.order
-        top = order[:keep]
         best = [one for one in best_of_each(order) if found.regret[one] - found.regret[order[0]] <= regret]
-        larger = [
-            one for own in best_of_each(order[: max(1, keep // 2)]) for one in order if is_next_larger(one, than=own)
-        ]
-        return [one for one in order if one in top or one in best or one in larger]
+        near = [one for one in order for own in best if one == own or are_neighbours(one, own)]
+        return [one for i, one in enumerate(order) if i < keep or one in near]
 
     def work_of(self, setting: Setting) -> float:
         """Local steps that one client takes in a round, on average over all clients."""
@@ -317,8 +321,11 @@ class Race:
 
     def bytes_of(self, setting: Setting) -> int:
         """Bytes that one client receives and sends in a round."""
-        traffic = self.program(setting)[1].traffic
-        return traffic.down + traffic.up
+        if setting.method not in self.costs:  # the program of several methods sends more than each of them
+            experiment = assemble(with_setting(self.config, self.methods, setting), self.held[0])
+            traffic = cost(experiment.algorithm, experiment.params, self.held[0])
+            self.costs[setting.method] = traffic.down + traffic.up
+        return self.costs[setting.method]
 
 
 def steps_per_client(algorithm: Any, data: FederatedData) -> float:
@@ -366,9 +373,14 @@ def beyond(best: Setting, tried: Sequence[Setting]) -> list[Setting]:
     return found
 
 
-def is_next_larger(one: Setting, *, than: Setting) -> bool:
-    """Whether ``one`` differs from another setting only in a client rate that is the next of the lattice."""
-    return bool(one.rates) and one == moved(than, than.rates[0][0], 1)
+def are_neighbours(one: Setting, other: Setting) -> bool:
+    """Whether two settings differ in a single rate, by one step of the lattice.
+
+    >>> at = lambda client, server: Setting("fedavg", 1, (("client_lr", client), ("server_lr", server)))
+    >>> are_neighbours(at(0.1, 1.0), at(0.3162, 1.0)), are_neighbours(at(0.1, 1.0), at(0.3162, 3.162))
+    (True, False)
+    """
+    return any(one == moved(other, name, steps) for name, _ in other.rates for steps in (-1, 1))
 
 
 def lowest(settings: Sequence[Setting]) -> list[Setting]:

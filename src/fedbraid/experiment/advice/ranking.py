@@ -2,9 +2,10 @@
 
 A setting is not judged by its loss after a fixed number of rounds: early losses favour small rates. It is judged by the
 rounds that it needs to a *level* of the metric, compared with the fastest setting, averaged over several levels. The
-levels are shares of the largest improvement over the initial model, from 80% on. Shares that the fastest setting
-reaches in very few rounds are left out, because no tuning is needed for them. The *regret* of a setting is the mean
-over the levels of log(its rounds / fewest rounds); a regret of log 2 means that it needs twice the rounds.
+levels are shares of the largest improvement over the initial model, from 80% to 99%: low ones reward a quick start,
+high ones a curve that settles at a good level. The *regret* of a setting is the mean over the levels of
+log((its rounds + early) / (fewest rounds + early)). A regret of log 2 means twice the rounds. ``early`` is a small part
+of the configured rounds, so that a few rounds more or less at the very beginning count little.
 
 A level counts as reached in the first evaluation from which on the curve keeps it on average (see `kept`). If a curve
 has not reached a level yet, its trend says when it would: the straight line through the second half of the curve, over
@@ -21,12 +22,10 @@ import numpy as np
 
 __all__ = ["Curves", "Ranking", "kept", "rank", "rounds_to"]
 
-KEEP = 5  # evaluations over which a level must be kept
-SHARES = (0.8, 0.85, 0.9, 0.925, 0.95, 0.96, 0.97, 0.98)  # of the largest improvement
-LATE = 0.4  # levels that the fastest setting reaches in this last part of a race count in any case
+KEEP = 10  # rounds over which a level must be kept at least; a short peak does not count
+SHARES = (0.8, 0.85, 0.9, 0.925, 0.95, 0.96, 0.97, 0.98, 0.985, 0.99)  # of the largest improvement
 BEST = 5  # settings from which noise is estimated
-LEVELS = 5  # levels that count at most: the lowest of those that are not too easy
-FEWEST = 3  # levels that count at least: the highest ones
+ERRORS = 2.0  # standard errors by which the largest improvement is reduced: the best of many curves is partly luck
 MOST = 8.0  # a curve that does not reach a level counts with at most this many times all rounds
 
 
@@ -39,11 +38,25 @@ class Curves(NamedTuple):
     rounds: np.ndarray  # [evaluations]
     values: np.ndarray  # [seeds, evaluations]
 
+    @property
+    def window(self) -> int:
+        """The number of evaluations in `KEEP` rounds, at least 2."""
+        every = float(np.median(np.diff(self.rounds))) if len(self.rounds) > 1 else 1.0
+        return max(2, math.ceil(KEEP / every))
+
+    def kept(self) -> np.ndarray:
+        """The levels that each seed has reached and kept, [seeds, evaluations]."""
+        return kept(self.values, self.window)
+
+    def kept_on_average(self) -> np.ndarray:
+        """The levels that the mean over the seeds has reached and kept, [evaluations]."""
+        return kept(self.values.mean(0), self.window)
+
 
 class Ranking(NamedTuple, Generic[Key]):
     """Settings from best to worst.
 
-    regret: by setting, the mean of log(rounds / fewest rounds) over the levels, of the curve averaged over the seeds.
+    regret: by setting, of the curve averaged over the seeds.
     noise: its standard error over the seeds. levels: values of the metric times its sign, and ``rounds`` to them.
     """
 
@@ -65,19 +78,19 @@ class Ranking(NamedTuple, Generic[Key]):
         return math.hypot(self.noise[one], self.noise[best])
 
 
-def kept(values: np.ndarray) -> np.ndarray:
+def kept(values: np.ndarray, window: int = KEEP) -> np.ndarray:
     """The best level that a curve has reached and kept, after each evaluation; values [..., evaluations].
 
-    A level is kept if the mean of an evaluation and those after it has it: of five evaluations, later of a fifth of
+    A level is kept if the mean of an evaluation and those after it has it: of ``window`` of them, later of a fifth of
     those so far. The mean estimates the curve that many seeds would have; single values would favour smooth curves.
 
-    >>> kept(np.array([0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 2.0, 2.0, 2.0]))
-    array([0.2, 0.2, 0.4, 0.8, 1.2, 1.5, 2. , 2. , 2. ])
+    >>> kept(np.array([0.0, 1.0] + 8 * [0.0] + 4 * [2.0])).round(2).tolist()
+    [0.1, 0.3, 0.4, 0.6, 0.8, 0.89, 1.0, 1.14, 1.33, 1.6, 2.0, 2.0, 2.0, 2.0]
     """
     count = values.shape[-1]
     sums = np.concatenate([np.zeros((*values.shape[:-1], 1)), np.cumsum(values, -1)], -1)
     first = np.arange(count)
-    last = np.minimum(first + np.maximum(KEEP, first // 5), count)
+    last = np.minimum(first + np.maximum(window, first // 5), count)
     return np.maximum.accumulate((sums[..., last] - sums[..., first]) / (last - first), -1)
 
 
@@ -117,45 +130,41 @@ def rank(
 ) -> Ranking[Key]:
     """Settings from best to worst by their regret.
 
-    curves: they end in the same round and are finite. start: the value of the initial model. early: levels that the
-    fastest setting reaches before this round do not count. target: the one level that counts, if it is known.
+    curves: they end in the same round and are finite. start: the value of the initial model. early: rounds that are
+    added before rounds are compared. target: the one level that counts, if it is known.
 
     >>> at = np.arange(1.0, 61.0)
     >>> rise = lambda rate: Curves(at, np.stack([1 - np.exp(-rate * at)] * 2))
     >>> found = rank({"slow": rise(0.03), "fast": rise(0.12), "middle": rise(0.06)}, start=0.0)
     >>> found.order, round(math.exp(found.regret["middle"]), 1)
-    (['fast', 'middle', 'slow'], 2.1)
+    (['fast', 'middle', 'slow'], 2.2)
     """
     if not curves:
         raise ValueError("rank needs the curves of at least one setting")
     rounds = next(iter(curves.values())).rounds.astype(float)
     # a curve that is worse than the initial model has no trend yet: a fall from a huge loss predicts nothing
-    mean = {one: np.maximum(kept(curve.values.mean(0)), start) for one, curve in curves.items()}
-    spread = _spread([curve.values[:, -KEEP:].mean(1) for curve in curves.values()])
-    levels = _levels(rounds, list(mean.values()), start, spread, early) if target is None else np.array([target])
-    times = {one: np.log(rounds_to(rounds, own, levels)) for one, own in mean.items()}
-    fewest = np.min(list(times.values()), 0)
-    regret = {one: float((own - fewest).mean()) for one, own in times.items()}
+    mean = {one: np.maximum(curve.kept_on_average(), start) for one, curve in curves.items()}
+    spread = _spread([curve.values[:, -curve.window :].mean(1) for curve in curves.values()])
+    levels = _levels(list(mean.values()), start, spread) if target is None else np.array([target])
+    times = {one: rounds_to(rounds, own, levels) for one, own in mean.items()}
+    fewest = np.log(np.min(list(times.values()), 0) + early)
+    regret = {one: float((np.log(own + early) - fewest).mean()) for one, own in times.items()}
     order = sorted(curves, key=lambda one: regret[one])
-    pooled = _pooled([_by_seed(curves[one], levels, start) for one in order[:BEST]])
+    pooled = _pooled([_by_seed(curves[one], levels, start, early) for one in order[:BEST]])
     noise = {one: pooled / math.sqrt(len(curve.values)) for one, curve in curves.items()}
-    return Ranking(order, regret, noise, {one: np.exp(own) for one, own in times.items()}, levels)
+    return Ranking(order, regret, noise, times, levels)
 
 
-def _by_seed(curve: Curves, levels: np.ndarray, start: float) -> np.ndarray:
-    """The mean over levels of log(rounds), for each seed alone."""
-    best = np.maximum(kept(curve.values), start)
-    return np.array([np.log(rounds_to(curve.rounds, one, levels)).mean() for one in best])
+def _by_seed(curve: Curves, levels: np.ndarray, start: float, early: float) -> np.ndarray:
+    """The mean over levels of log(rounds + early), for each seed alone."""
+    best = np.maximum(curve.kept(), start)
+    return np.array([np.log(rounds_to(curve.rounds, one, levels) + early).mean() for one in best])
 
 
-def _levels(rounds: np.ndarray, best: Sequence[np.ndarray], start: float, spread: float, early: float) -> np.ndarray:
-    """Shares of the largest improvement, less ``spread``: the best of many curves is partly luck."""
-    envelope = np.max(best, 0)
-    top = max(envelope[-1] - spread, min(envelope[-1], start))
-    levels = start + np.array(SHARES) * (top - start)
-    first = rounds[np.minimum(np.searchsorted(envelope, levels), len(rounds) - 1)]
-    late = levels[first >= min(early, LATE * rounds[-1])][:LEVELS]
-    return late if len(late) >= FEWEST else levels[-FEWEST:]
+def _levels(best: Sequence[np.ndarray], start: float, spread: float) -> np.ndarray:
+    """Shares of the largest improvement, less `ERRORS` times the standard error ``spread``."""
+    top = max(own[-1] for own in best)
+    return start + np.array(SHARES) * (max(top - ERRORS * spread, min(top, start)) - start)
 
 
 def _spread(ends: Sequence[np.ndarray]) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 from fedbraid.experiment.advice.candidates import Setting
 from fedbraid.experiment.advice.pilot import Found
 from fedbraid.experiment.advice.race import Race
-from fedbraid.experiment.advice.ranking import kept, rounds_to
+from fedbraid.experiment.advice.ranking import rounds_to
 from fedbraid.version import __version__
 
 __all__ = ["summarize"]
@@ -90,7 +90,7 @@ def _levels(race: Race, found: Found) -> list[dict[str, Any]]:
             times[name] = None
             continue
         own = race.curves(setting, race.reached)
-        times[name] = rounds_to(own.rounds.astype(float), kept(own.values.mean(0)), levels)
+        times[name] = rounds_to(own.rounds.astype(float), own.kept_on_average(), levels)
     for i, level in enumerate(levels):
         row: dict[str, Any] = {"value": float(level * race.metric.sign)}
         for name, setting in curves.items():
