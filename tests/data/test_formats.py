@@ -18,6 +18,8 @@ from fedbraid.data import Pipeline, text
 from fedbraid.data.formats.archive import unpacked
 from fedbraid.data.importing import import_data, open_source, sniff
 
+# ---------------------------------------------------------------- LEAF
+
 
 def leaf(path, users, counts=None, packed=False):
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,6 +93,9 @@ def test_leaf_bad_files(tmp_path):
     (tmp_path / "list" / "train" / "a.json").write_text("[1, 2]")
     refused("not a LEAF file", "leaf", tmp_path / "list", out)
     refused("folder named train", "leaf", tmp_path / "out", out)
+
+
+# ---------------------------------------------------------------- tables
 
 
 def test_parquet_with_a_client_column(tmp_path):
@@ -186,6 +191,9 @@ def test_tables_bad_files(tmp_path):
     refused("no .parquet", "parquet", tmp_path / "out", out)
 
 
+# ---------------------------------------------------------------- NumPy archives
+
+
 def test_npz_layouts(tmp_path):
     x, y = RNG.integers(0, 256, (6, 28, 28), np.uint8), np.array([0, 1, 2, 3, 4, 61])
     np.savez(
@@ -233,6 +241,9 @@ def test_npz_bad_files(tmp_path):
     cut = case("g", x=x, y=y)
     cut.write_bytes(cut.read_bytes()[:-50])
     refused(r"g\.npz: not a readable", "npz", cut, out)
+
+
+# ---------------------------------------------------------------- archives and import_data
 
 
 @pytest.mark.parametrize("name", ["../evil.txt", "/tmp/evil.txt", "a/../../evil.txt", "..\\evil.txt"])
@@ -288,6 +299,9 @@ def test_the_door_names_what_it_does_not_know(tmp_path):
     np.savez(tmp_path / "big.npz", x=np.zeros((100, 10)), y=np.zeros(100, int))
     with pytest.raises(ValueError, match="fedbraid data import npz"):
         open_source(tmp_path / "big.npz", limit=10)
+
+
+# ---------------------------------------------------------------- limits, names, what an error leaves
 
 
 def test_hdf5_values_of_other_files_are_refused(tmp_path):

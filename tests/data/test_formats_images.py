@@ -14,6 +14,8 @@ from data.imported import RNG, read, refused, rows_of
 from fedbraid.data.formats.plain_sets import read_idx_file
 from fedbraid.data.importing import open_source, sniff
 
+# ---------------------------------------------------------------- IDX
+
 
 def idx(path, array):
     code = {"u1": 0x08, "i4": 0x0C}[array.dtype.str[1:]]
@@ -97,6 +99,9 @@ def test_emnist_idx_files_are_turned(tmp_path):
         idx(tmp_path / f"emnist-byclass-{part}-labels-idx1-ubyte", np.zeros(3, np.uint8))
     data, _ = read("idx", tmp_path, tmp_path / "s")
     assert np.array_equal(data.train.arrays["x"], x.transpose(0, 2, 1))
+
+
+# ---------------------------------------------------------------- CIFAR
 
 
 def planes(n):
@@ -207,6 +212,9 @@ def test_cifar_bad_files(tmp_path, monkeypatch):
     refused("test_batch.bin is missing", "cifar", root, out)
     (root / "test_batch.bin").write_bytes(b"\1" * 3000)
     refused("test_batch.bin: 3000 bytes are not whole records of 3073", "cifar", root, out)
+
+
+# ---------------------------------------------------------------- folders of images
 
 
 def picture(path, size=(4, 4), mode="RGB"):

@@ -12,6 +12,8 @@ from fedbraid.data import text
 from fedbraid.data.formats.tff import parse_example
 from fedbraid.data.importing import sniff
 
+# ---------------------------------------------------------------- TFF, HDF5
+
 
 def emnist(n, label=0):
     pixels = RNG.integers(0, 256, (n, 28, 28))
@@ -143,6 +145,9 @@ def test_tff_bad_files(tmp_path):
     data, report = read("tff", tmp_path / "e_train.h5", tmp_path / "dropped", drop_empty=True)
     assert data.train.num_clients == 1
     assert "1 clients without examples were dropped" in report.notes
+
+
+# ---------------------------------------------------------------- TFF, SQLite
 
 
 def varint(n):

@@ -230,6 +230,9 @@ def test_a_comparison_sets_baselines_apart_and_marks_the_best_method():
     assert len(set(widths)) == 1
 
 
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
 def test_runs_on_different_data_are_told_on_the_page(folders, tmp_path):
     other = a_run(tmp_path / "other", "data.clients=7")
     write_report(collect([folders[0], other]), tmp_path / "r.html", plots=False)
@@ -277,6 +280,9 @@ def test_the_command_writes_beside_the_first_folder(folders, tmp_path):
     assert json.loads(done.stdout)["out"] == str(run / "report.html")
     refused = CliRunner().invoke(make_app(), ["report", str(run), "--out", str(tmp_path)])
     assert "is a folder" in str(refused.exception)
+
+
+# --- elsewhere -------------------------------------------------------------------------------------------------------
 
 
 def test_runs_go_to_tensorboard(folders, tmp_path):

@@ -23,6 +23,8 @@ from fedbraid.experiment.summary import RunSummary
 from fedbraid.metric import Metric
 from fedbraid.simulation import Progress
 
+# --- a run that is going on -------------------------------------------------------------------------------------------
+
 
 def progress(recorded, *rounds, loss=0.5):
     for at in rounds:
@@ -115,6 +117,9 @@ def test_the_command_follows_a_run_to_its_end(going_on, monkeypatch):
         "is at round 20 of 40",
     ]
     assert "is at round" not in page.read_text()
+
+
+# --- directions ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
