@@ -436,7 +436,7 @@ def test_reports_and_runs_are_shown_inline(shared, tmp_path, capsys):
 def test_a_comparison_is_shown_inline(tmp_path):
     (tmp_path / "c.toml").write_text(
         "rounds = 2\ncohort = 2\ndata.clients = 4\nmodel.hidden = [4]\nevaluation.every = 1\nengine.devices = 1\n"
-        '[compare]\nseeds = 1\n[[methods]]\nname = "fedavg"\n[[methods]]\nname = "fedprox"\n'
+        '[compare]\nseeds = 1\ndrift = 0\nbaselines = []\n[[methods]]\nname = "fedavg"\n[[methods]]\nname = "fedprox"\n'
     )
     compared = fb.compare(tmp_path / "c.toml", tmp_path / "out")
     assert set(compared.scores) == {"fedavg", "fedprox"}

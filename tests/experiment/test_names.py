@@ -230,7 +230,7 @@ def test_an_installed_algorithm_goes_through_every_command(tmp_path, fedexp_pack
     assert json.loads(invoke("run", place, "--explain", "--json").stdout)["plan"]
     invoke("sweep", place, "--over", "algorithm.client_lr=[0.05, 0.1]", "--out", tmp_path / "sweep")
     text = SMALL.replace('name = "NAME"\n', "") + '[[methods]]\nname = "my_fedexp"\n'
-    both = config(tmp_path, text + "[compare]\nseeds = 1\n")
+    both = config(tmp_path, text + "[compare]\nseeds = 1\nbaselines = []\n")
     invoke("compare", both, "--out", tmp_path / "compare")
     listed = json.loads(invoke("list", "algorithms", "--json").stdout)["algorithms"]
     assert {row["name"]: row["from"] for row in listed}["my_fedexp"] == "fedexp_method 1.0"

@@ -14,8 +14,16 @@ from tiny import arguments, restore, result
 
 from fedbraid.experiment.config import ConfigError, dump, load_config
 from fedbraid.experiment.params import PARAMS, read_params
-from fedbraid.experiment.runfolder import read_clients, read_config, read_metrics, read_summary, write_config
-from fedbraid.experiment.trials import read_trials, write_trials
+from fedbraid.experiment.runfolder import (
+    read_clients,
+    read_config,
+    read_metrics,
+    read_summary,
+    read_table,
+    write_config,
+    write_table,
+)
+from fedbraid.experiment.trials import _rows_so_far, read_trials, write_trials
 from fedbraid.simulation import Checkpoints, HostStates, checkpoint, simulate
 from told import collecting, told
 from zoo import clients, counting
@@ -118,6 +126,17 @@ def test_trials_are_read_as_they_were_written_or_refused(tmp_path, tally):
             held = "trials.parquet" in str(error)
         tally.case(held, "trials")
     tally.check()
+
+
+@pytest.mark.parametrize("text", [b'{"kind": "swe', b"\xff", b"7"])
+def test_trials_whose_description_is_damaged_run_again(tmp_path, text):
+    path = tmp_path / "trials.parquet"
+    write_trials(path, [{"point": 0, "seed": 0}], {"kind": "sweep"})
+    write_table(path, read_table(path).replace_schema_metadata({"fedbraid": text}))
+    with pytest.raises(ConfigError, match=r"trials\.parquet, it is damaged"):
+        read_trials(path)
+    with told("Its trials run again"):
+        assert _rows_so_far(path) == []
 
 
 def test_no_part_of_a_configuration_is_another_one(tmp_path, tally):

@@ -165,7 +165,7 @@ class _Bar:
 
         columns = SpinnerColumn(), BarColumn(bar_width=24), TaskProgressColumn(), TimeElapsedColumn()
         text = TextColumn("{task.fields[news]}")
-        hidden = not show or not (console.is_terminal or console.is_jupyter)  # rich < 14.3 prints an empty line
+        hidden = not show or not (console.is_terminal or console.is_jupyter)
         self.bar = Progress(*columns, text, console=console, transient=True, disable=hidden)
         self.task = self.bar.add_task("", total=1.0, news="the constants of the data")
 
@@ -174,7 +174,8 @@ class _Bar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.bar.stop()
+        if not self.bar.disable:
+            self.bar.stop()
 
     def news(self, now: Any) -> None:
         parts = [now.doing, *([] if now.best is None else [f"best so far {now.best}"])]

@@ -155,7 +155,7 @@ class Bar:
             TextColumn("{task.fields[news]}"),
             console=console,
             transient=True,
-            disable=not show or not (console.is_terminal or console.is_jupyter),  # rich < 14.3 prints an empty line
+            disable=not show or not (console.is_terminal or console.is_jupyter),
         )
         self.task = self.bar.add_task("", total=1.0, news="compiling")
         self.about = ""
@@ -165,7 +165,8 @@ class Bar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.bar.stop()
+        if not self.bar.disable:
+            self.bar.stop()
 
     def news(self, now: Any) -> None:
         parts = [self.about] if self.about else []

@@ -99,7 +99,7 @@ def read_live(folder: Path) -> tuple[RunSummary, dict[str, np.ndarray]]:
     """A summary and the columns of a run so far."""
     config = runfolder.read_config(folder)
     table = runfolder.read_table(folder / LIVE)
-    about = json.loads((table.schema.metadata or {}).get(KEY, b"{}"))
+    about = runfolder.about_of(folder / LIVE, table, KEY)
     columns = {name: table[name].to_numpy().astype(float) for name in table.column_names}
     seen = {n: c[np.isfinite(c)] for n, c in columns.items() if n.startswith("test_")}
     final = {name: float(values[-1]) for name, values in seen.items() if len(values)}

@@ -16,6 +16,7 @@ Every file is replaced as a whole and holds its own checksum. One process at a t
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from fedbraid.simulation import hosts
 from fedbraid.simulation.checkpoint import differing
 
 __all__ = [
+    "about_of",
     "check_free",
     "columns",
     "continue_with",
@@ -264,6 +266,17 @@ def read_table(path: Path) -> Any:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"cannot read {path}, it is damaged: {reason}") from None
     return table
+
+
+def about_of(path: Path, table: Any, key: bytes) -> dict[str, Any]:
+    """What a Parquet file says about itself: a JSON object in the metadata of its schema, which no checksum covers."""
+    try:
+        found = json.loads((table.schema.metadata or {}).get(key, b"{}"))
+    except ValueError as error:
+        raise ConfigError(f"cannot read {path}, it is damaged: its description is no JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"cannot read {path}, it is damaged: its description is no JSON object")
+    return found
 
 
 def read_metrics(folder: Path) -> dict[str, np.ndarray]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedbraid.experiment.config import ConfigError
-from fedbraid.experiment.runfolder import read_table, write_table
+from fedbraid.experiment.runfolder import about_of, read_table, write_table
 from fedbraid.metric import PERSONAL, Better, Metric, metric_of_column
 from fedbraid.notices import notice
 from fedbraid.simulation.points import PointsResult
@@ -151,7 +151,7 @@ def _rows_so_far(path: Path) -> list[Row]:
     if not path.is_file():
         return []
     try:
-        read_table(path)
+        about_of(path, read_table(path), b"fedbraid")
     except ConfigError as error:
         notice(f"{error}. Its trials run again")
         return []
@@ -176,7 +176,7 @@ def write_trials(path: Path, rows: Sequence[Row], about: Mapping[str, Any]) -> N
 def read_trials(path: Path) -> list[Row]:
     """The rows of a ``trials.parquet``."""
     table = read_table(path)
-    about = json.loads((table.schema.metadata or {}).get(b"fedbraid", b"{}"))
+    about = about_of(path, table, b"fedbraid")
     if about.get("format") != FORMAT:
         raise ConfigError(
             f"{path} has format {about.get('format')!r}, this version of fedbraid reads {FORMAT}; "

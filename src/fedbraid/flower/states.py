@@ -133,7 +133,7 @@ class FolderStates:
             files.replacing(self._folder / f"{tag}.npz", mode=0o600) as partial,  # a state can tell about the data
             partial.open("wb") as file,
         ):
-            np.savez(file, **raw)  # bytes only: nothing is pickled
+            np.savez(file, **raw)  # type: ignore[arg-type]  # bytes only: nothing is pickled
 
     def keep(self, tags: set[str]) -> None:
         for place in self._folder.glob("*.npz"):  # also temporary files that a killed process left
