@@ -48,3 +48,20 @@ def test_a_model_without_a_loop_is_reported():
 def test_a_name_that_is_none_is_refused():
     with pytest.raises(ValueError, match="remat"):
         LoweringOptions(remat="all")  # pyright: ignore[reportArgumentType]
+
+
+def test_explain_says_how_many_clients_fit_and_what_remat_saves(monkeypatch):
+    from fedbraid.experiment import explain as module
+    from fedbraid.experiment.config import load_config
+
+    config = load_config(settings=["model.name=softmax_regression", "engine.plan=chunks"])
+    needs = {"none": 4_000_000, "layers": 1_000_000}
+    monkeypatch.setattr(module, "client_bytes", lambda alg, params, data, options: needs[options.remat])
+    monkeypatch.setattr("fedbraid.simulation.plan.total_memory", lambda device: 80_000_000)
+    monkeypatch.setattr(module, "total_memory", lambda device: 80_000_000)
+    first, second = module.explain_config(config)["memory"]
+    assert "10 fit" in first
+    assert "40 fit" in second
+    needs["layers"] = needs["none"]  # a model without a loop
+    assert len(module.explain_config(config)["memory"]) == 1
+    assert module.explain_config(config)["values"] == "float32"

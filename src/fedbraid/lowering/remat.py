@@ -5,7 +5,9 @@ T. Chen, B. Xu, C. Zhang, C. Guestrin. Training Deep Nets with Sublinear Memory 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -15,7 +17,19 @@ from jax.extend.core import Literal, jaxpr_as_fun
 from fedbraid.lowering.patterns import inlined
 from fedbraid.notices import notice
 
-__all__ = ["remat_layers"]
+__all__ = ["quietly", "remat_layers"]
+
+_quiet: ContextVar[bool] = ContextVar("fedbraid_remat_quiet", default=False)
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """A context without notices about models that have no loop: for those who only ask what `remat_layers` saves."""
+    before = _quiet.set(True)
+    try:
+        yield
+    finally:
+        _quiet.reset(before)
 
 
 @cache
@@ -39,7 +53,7 @@ def remat_layers(loss: Callable) -> Callable:
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, Literal) else known[atom]
 
-        if not any(equation.primitive.name == "scan" for equation in closed.jaxpr.eqns):
+        if not _quiet.get() and not any(equation.primitive.name == "scan" for equation in closed.jaxpr.eqns):
             _say_no_loop()
         for equation in closed.jaxpr.eqns:
             primitive, params = equation.primitive, dict(equation.params)
