@@ -11,8 +11,8 @@ Weights are random (of the same shapes as SmolLM2's: 134,515,008), because only 
   attention and AdamW; TF32, or bfloat16 by autocast with the base stored in bfloat16; eager and with torch.compile
 
 Peak memory is that of the allocator. "activations" is what the gradient of one step of all clients at once keeps in
-memory besides its arguments and results, by the compiler. The ratio is peak / (base + activations). On a CPU, --small
-uses a Llama of 2 layers.
+memory besides its arguments and results, by the compiler. The ratio is peak / (base + activations). All variants
+compile at the same time and are timed one after the other. On a CPU, --small uses a Llama of 2 layers.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from itertools import pairwise
+
+from turns import await_turn, measure_in_turn
 
 SHAPES = {"vocab": 49_152, "layers": 30, "width": 576, "heads": 9, "kv_heads": 3, "hidden": 1536, "theta": 1e5}
 SMALL = {"vocab": 512, "layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "hidden": 96, "theta": 1e4}
@@ -50,12 +51,17 @@ def ours(options, precision, remat: bool) -> dict:
     data = fb.Split({"x": text[:, :-1].copy(), "y": text[:, 1:].copy()}, np.arange(options.clients + 1) * each)
     alg = fb.fedavg(model.loss, client_lr=1e-3, client_opt="adamw", batch_size=options.batch)
     stamps = []
+
+    def progress(now) -> None:
+        await_turn()  # after the first rounds, so the program is compiled
+        stamps.append((time.perf_counter(), now.round))
+
     result = fb.simulate(
         alg,
         params,
         data,
         rounds=options.rounds,
-        on_progress=lambda p: stamps.append((time.perf_counter(), p.round)),
+        on_progress=progress,
         **({"precision": precision} if jax.default_backend() == "gpu" else {}),
         **({"plan": "lanes", "chunk": options.clients} if jax.default_backend() == "gpu" else {}),
     )
@@ -170,7 +176,9 @@ def torch_loop(options, precision: str, compiled: bool) -> dict:
         torch._foreach_copy_(server, total)
 
     times = []
-    for _ in range(2 + min(options.rounds, 5)):
+    for i in range(2 + min(options.rounds, 5)):
+        if i == 2:
+            await_turn()
         began = time.perf_counter()
         one_round()
         if device == "cuda":
@@ -202,14 +210,14 @@ def main() -> None:
         who, precision, flag = options.variant
         print(json.dumps((ours if who == "ours" else torch_loop)(options, precision, flag == "True")))
         return
-    for who, precision, what, flag in variants(options):
-        command = [sys.executable, __file__, *sys.argv[1:], "--variant", who, precision, str(flag)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        name = " ".join(filter(None, [who, precision, what]))
-        if done.returncode:
-            print(f"{name}: failed: {done.stderr.strip().splitlines()[-1:]}", flush=True)
+    rows = {" ".join(filter(None, row[:3])): row for row in variants(options)}
+    call = [sys.executable, __file__, *sys.argv[1:], "--variant"]
+    found = measure_in_turn({name: [*call, who, how, str(flag)] for name, (who, how, _, flag) in rows.items()})
+    for name, said in found.items():
+        if said.startswith("failed"):
+            print(f"{name}: {said}", flush=True)
             continue
-        row = json.loads(done.stdout.strip().splitlines()[-1])
+        who, row = rows[name][0], json.loads(said.strip().splitlines()[-1])
         if options.json:
             print(json.dumps({"variant": name, **row}), flush=True)
             continue

@@ -36,11 +36,14 @@ def measure_in_turn(programs: dict[str, list[str]], seconds: float = 600) -> dic
             environment = os.environ | {TURN: str(places[name]), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
             with Path(f"{places[name]}.out").open("w") as out, Path(f"{places[name]}.err").open("w") as err:
                 running[name] = subprocess.Popen(command, env=environment, stdout=out, stderr=err)
+        ready = -1
         while time.monotonic() < ends:
             compiling = [n for n, p in running.items() if p.poll() is None and not Path(f"{places[n]}.ready").exists()]
             if not compiling:
                 break
-            print(f"\r{len(running) - len(compiling)} of {len(running)} ready", end="", file=sys.stderr, flush=True)
+            if len(running) - len(compiling) != ready:
+                ready = len(running) - len(compiling)
+                print(f"\r{ready} of {len(running)} ready", end="", file=sys.stderr, flush=True)
             time.sleep(0.2)
         found = {}
         for name, process in running.items():

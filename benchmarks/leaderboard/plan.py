@@ -87,6 +87,7 @@ METHODS = (
     Method("fedyogi", _two("server_lr", [0.01, 0.05, 0.25])),
     Method("fedadagrad", _two("server_lr", [0.05, 0.25, 1.0])),
     Method("fedauto", {"caution": [0.1, 0.2, 0.35, 0.5, 0.75, 1.0], "server_lr": [1.0, 2.5, 5.0]}),
+    Method("fedauto_ahead", {"caution": [0.1, 0.2, 0.35, 0.5, 0.75, 1.0], "server_lr": [0.5, 1.0, 2.0]}),
     Method("fedexp", ONE_RATE),
     Method("fedcm", _two("alpha", [0.05, 0.1, 0.3])),
     Method("fedsam", _two("rho", [0.01, 0.05, 0.2])),
@@ -117,7 +118,6 @@ METHODS = (
 """In the order in which cells run: the most used first."""
 
 LEFT_OUT = {
-    "fedauto_ahead": "added after these cells were measured; see fedauto, and the benchmark of settings without tuning",
     "fedopt": "fedavg with any optimizers: fedavgm, fedadam, fedyogi, fedadagrad and diloco are its usual choices",
     "local_update": "the family of which fedavg, fedprox, fedsgd and others are members",
     "lookahead": "for a single client",

@@ -141,7 +141,9 @@ def _explain(loaded: Any, json: bool) -> None:
         return print(json_.dumps(found))
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]{found['plan']}[/]: {found['how']}")
-    console.print(f"devices: {', '.join(found['devices'])}; data {found['data']}")
+    console.print(f"devices: {', '.join(found['devices'])}; data {found['data']}; values {found['values']}")
+    for line in found["memory"]:
+        console.print(escape(line))
     for exchange in found["exchanges"]:
         down, up = format_bytes(exchange["down"]), format_bytes(exchange["up"])
         console.print(f"exchange {exchange['name']}: a client receives {down}, sends {up}")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fedbraid.costs import cost, data_shapes
 from fedbraid.experiment.assembly import build
 from fedbraid.experiment.config import Config
-from fedbraid.lowering import explain
-from fedbraid.simulation.placement import place_run
+from fedbraid.lowering import explain, kernels
+from fedbraid.lowering.remat import quietly
+from fedbraid.simulation.devices import total_memory
+from fedbraid.simulation.placement import Placement, place_run
+from fedbraid.simulation.plan import client_bytes, most_clients
+from fedbraid.units import format_bytes
 
 __all__ = ["explain_config"]
 
@@ -32,7 +37,39 @@ def explain_config(config: Config) -> dict[str, Any]:
         "chunk": plan.chunk,
         "how": f"{PLANS[plan.kind].format(chunk=plan.chunk)} ({'by rule' if by_rule else 'as asked'})",
         "devices": [str(device) for device in placement.mesh.devices.flat],
+        "memory": _memory(experiment, placement, config),
+        "values": _values(config),
         "data": "streamed from the host" if placement.stream else "on the devices",
         "exchanges": [{"name": e.name, "down": e.down, "up": e.up} for e in cost(alg, params, data).exchanges],
         **explain(alg, params, data_shapes(data), engine, plan.lanes)._asdict(),
     }
+
+
+def _memory(experiment: Any, placement: Placement, config: Config) -> list[str]:
+    """How many clients fit on a device at a time, and why. Compiles the program of a client."""
+    if placement.plan.kind == "sequential":
+        return ["one client at a time on each device"]
+    device = placement.mesh.local_devices[0]
+    total = format_bytes(total_memory(device))
+
+    def needed(remat: Any) -> tuple[int, int] | None:
+        options = replace(config.engine, remat=remat)
+        need = client_bytes(experiment.algorithm, experiment.params, experiment.data, options)
+        most = most_clients(need, placement.mesh)
+        return None if need is None or most is None else (need, most)
+
+    found = needed(config.engine.remat)
+    if found is None:
+        return ["the memory of a client is not known before the run"]
+    lines = [f"a client needs {format_bytes(found[0])} by the compiled program: {found[1]:,} fit into half of {total}"]
+    with quietly():
+        less = needed("layers") if config.engine.remat == "none" else None
+    if less is not None and less[0] < 0.9 * found[0]:
+        lines.append(f'with engine.remat = "layers" a client needs {format_bytes(less[0])}: {less[1]:,} fit')
+    return lines
+
+
+def _values(config: Config) -> str:
+    """The dtype of the values between the layers of clients' networks."""
+    narrow = config.engine.precision == "bfloat16" and kernels.available()
+    return "bfloat16 between layers, float32 in sums, norms, losses and updates" if narrow else "float32"

@@ -7,7 +7,17 @@ from typing import Literal
 
 from fedbraid.core import check_choice
 
-__all__ = ["CONVOLUTIONS", "MATRICES", "PRECISIONS", "Convolutions", "LoweringOptions", "Matrices", "Precision"]
+__all__ = [
+    "CONVOLUTIONS",
+    "MATRICES",
+    "PRECISIONS",
+    "REMAT",
+    "Convolutions",
+    "LoweringOptions",
+    "Matrices",
+    "Precision",
+    "Remat",
+]
 
 Convolutions = Literal["fast", "native"]
 CONVOLUTIONS = ("fast", "native")
@@ -15,6 +25,8 @@ Precision = Literal["default", "float32", "tf32", "bfloat16"]
 PRECISIONS = {"default": None, "float32": "float32", "tf32": "tensorfloat32", "bfloat16": "BF16_BF16_F32"}
 Matrices = Literal["auto", "grown", "whole"]
 MATRICES = ("auto", "grown", "whole")
+Remat = Literal["none", "layers"]
+REMAT = ("none", "layers")
 
 
 @dataclass(frozen=True)
@@ -29,6 +41,8 @@ class LoweringOptions:
     matrices: "grown" stores a client's weight matrix as the server's matrix plus the rows that its steps added, if the
         plan is lanes and the program of a step allows it. "whole" never does this. "auto" does it on a GPU if it saves
         memory traffic.
+    remat: "layers" computes the inside of loops over layers (``lax.scan``) again for the gradient, and stores only what
+        the loops carry: less memory, about a third more time. "none" stores what gradients need.
 
     >>> LoweringOptions(convolutions="native").precision
     'default'
@@ -37,8 +51,10 @@ class LoweringOptions:
     convolutions: Convolutions = "fast"
     precision: Precision = "default"
     matrices: Matrices = "auto"
+    remat: Remat = "none"
 
     def __post_init__(self) -> None:
         check_choice("convolutions", self.convolutions, CONVOLUTIONS)
         check_choice("precision", self.precision, tuple(PRECISIONS))
         check_choice("matrices", self.matrices, MATRICES)
+        check_choice("remat", self.remat, REMAT)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import jax
@@ -18,7 +19,8 @@ from fedbraid.core import Algorithm
 from fedbraid.local import map_work, rewriting
 from fedbraid.lowering import kernels
 from fedbraid.lowering.mixed import narrow_activations
-from fedbraid.lowering.options import PRECISIONS, LoweringOptions
+from fedbraid.lowering.options import PRECISIONS, LoweringOptions, Remat
+from fedbraid.lowering.remat import remat_layers
 from fedbraid.lowering.rewrite import fast_convolutions
 from fedbraid.metric import as_metrics
 
@@ -45,7 +47,7 @@ def lower_function(function: Callable, options: LoweringOptions) -> Callable:
 
     def run(*args: Any) -> Any:
         narrow = options.precision == "bfloat16" and kernels.available()
-        with rewriting(_NARROW[rewrite] if narrow else rewrite), precision_of(options):
+        with rewriting(_change(rewrite, narrow, options.remat)), precision_of(options):
             return function(*args)
 
     return run if rewrite is None else rewrite(run)
@@ -55,8 +57,16 @@ def _narrow_and_fast(loss: Callable) -> Callable:
     return fast_convolutions(narrow_activations(loss))
 
 
-# Functions of this module, not closures: jax's caches of compiled programs know them by identity.
 _NARROW = {fast_convolutions: _narrow_and_fast, None: narrow_activations}
+
+
+@cache  # the same function each time: jax's caches of compiled programs know it by identity
+def _change(rewrite: Callable | None, narrow: bool, remat: Remat) -> Callable | None:
+    """How a loss is changed before it is differentiated."""
+    change = _NARROW[rewrite] if narrow else rewrite
+    if remat == "none":
+        return change
+    return lambda loss: remat_layers(loss if change is None else change(loss))
 
 
 def lower_metrics(metrics: Callable, options: LoweringOptions) -> Callable:
