@@ -6,114 +6,17 @@ to 9 examples, each with its own optimum. ``IMAGES`` has a convolution.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import fedbraid as fb
-from fedbraid import transforms as tf
 from fedbraid.core import Algorithm, Report, Up
-from fedbraid.data.federated import Split
-from fedbraid.local import masked_mean
 from fedbraid.testing.problem import SQUARES, Problem, clients, loss, outputs, start  # noqa: F401  (for other tests)
-from fedbraid.transforms.uploads import Extended
-
-# --- a problem with a convolution ------------------------------------------------------------------------------------
-
-
-def _network(params: Any, batch: dict) -> Any:
-    """A 3 x 3 convolution of two channels, tanh, a dense layer."""
-    layout = ("NHWC", "HWIO", "NHWC")
-    hidden = jnp.tanh(jax.lax.conv_general_dilated(batch["x"], params["kernel"], (1, 1), "VALID", None, None, layout))
-    return hidden.reshape(len(hidden), -1) @ params["w"] + params["b"]
-
-
-def _network_loss(params: Any, batch: dict, key: Any) -> Any:
-    residual = _network(params, batch) - batch["y"]
-    return masked_mean(0.1 * residual**2, batch["mask"])  # flat enough that proximal points exist
-
-
-def _network_start() -> dict[str, Any]:
-    rng = np.random.default_rng(1)
-    kernel, w = rng.normal(size=(3, 3, 1, 2)) / 3, rng.normal(size=8) / 3
-    return {"kernel": jnp.asarray(kernel), "w": jnp.asarray(w), "b": jnp.array(0.1)}
-
-
-def _pictures() -> Split:
-    rng = np.random.default_rng(2)
-    return Split.from_clients(
-        [{"x": rng.normal(size=(n, 4, 4, 1)), "y": 0.3 * n + rng.normal(size=n)} for n in (2, 3, 4)]
-    )
-
-
-IMAGES = Problem(_network_loss, _network, _network_start, _pictures)
-
-
-# --- rows ------------------------------------------------------------------------------------------------------------
-
-LOCAL = ("batch_size", "epochs", "steps", "shuffle")  # options of the local steps
-
-
-class Varied(NamedTuple):
-    """Rates that have an effect only with other options of the row; each has a second value."""
-
-    options: Mapping[str, Any]
-    rates: Mapping[str, float]
-
-
-class Row(NamedTuple):
-    """One algorithm or transform.
-
-    options: the options with which the laws run it.
-    local: the local options (batch_size, epochs, steps, shuffle) that it takes; it ignores the others.
-    rates: the options that may be traced, each with a second value; the first is in ``options``. ``varied``: more such.
-    over: for a transform, the algorithm that it transforms.
-    draws: clients draw random numbers even with full batches.
-    invariant: (server, states) -> largest violation, for stateful ones; states are stacked over clients.
-    exact: with full participation and full batches it converges to the optimum of the mean of the client losses.
-    refuses: calls that must raise ValueError, with a word that the message must contain.
-    """
-
-    factory: Callable[..., Algorithm]
-    options: Mapping[str, Any] = {}
-    local: tuple[str, ...] = LOCAL
-    rates: Mapping[str, float] = {}
-    varied: tuple[Varied, ...] = ()
-    over: Callable[..., Algorithm] | None = None
-    draws: bool = False
-    invariant: Callable[[Any, Any], Any] | None = None
-    exact: bool = False
-    refuses: tuple[tuple[Callable[[], Any], str], ...] = ()
-
-    def make(self, problem: Problem = SQUARES, **given: Any) -> Algorithm:
-        """The row's algorithm; ``given`` options, local ones and others, override those of the row."""
-        local = {name: value for name, value in given.items() if name in LOCAL and name in self.local}
-        options = {**self.options, **{name: value for name, value in given.items() if name not in LOCAL}}
-        if self.over is None:
-            return self.factory(problem.loss, **options, **local)
-        inner = self.over(problem.loss, client_lr=0.05, **local)
-        outputs = (problem.outputs,) if self.factory is tf.elastic else ()
-        return self.factory(inner, *outputs, **options)
-
-    def first(self, rates: Mapping[str, float], options: Mapping[str, Any] = {}) -> dict[str, Any]:
-        """The row's values of these rates."""
-        defaults = {name: p.default for name, p in inspect.signature(self.factory).parameters.items()}
-        return {name: {**defaults, **self.options, **options}[name] for name in rates}
-
-
-def _refuse_rates(factory: Callable, *names: str) -> tuple:
-    return tuple((lambda n=n: factory(loss, **{n: -1.0}), n) for n in names)
-
-
-def _gap(mean: Any, states: Any) -> Any:
-    """The distance of a server's tree from the mean of its clients' states."""
-    pairs = zip(jax.tree.leaves(mean), jax.tree.leaves(states), strict=True)
-    return max(jnp.abs(m - own.mean(0)).max() for m, own in pairs)
-
+from zoo_row import IMAGES, LOCAL, Row, Varied  # noqa: F401  (for other tests)
+from zoo_row import gap as _gap
+from zoo_row import refuse_rates as _refuse_rates
+from zoo_transforms import TRANSFORMS
 
 BATCHES = ("batch_size",)  # value of Row.local
 BOTH = {"client_lr": 0.02, "server_lr": 0.7}  # second values of both rates
@@ -563,123 +466,6 @@ ELSEWHERE = {
     "fedrod": "algorithms/test_features.py",
 }
 """Algorithms for one kind of network or without a global model, and the test that runs `fedbraid.testing.check`."""
-
-
-def _innermost(state: Any) -> Any:
-    """The algorithm's own state, without the states of the transforms around it."""
-    return _innermost(state.inner) if isinstance(state, Extended) else state
-
-
-def _over_scaffold(transform: Callable, *refuses: tuple, rates: Any = {}, **more: Any) -> Row:  # noqa: B006
-    """A transform of a stateful algorithm whose invariant it must preserve; ``more``: options of it and of the row."""
-    of_row = {name: more.pop(name) for name in ("draws", "varied") if name in more}
-    return Row(
-        transform,
-        more,
-        over=fb.scaffold,
-        rates=rates,
-        invariant=lambda server, states: _gap(_innermost(server).c, _innermost(states)),
-        refuses=refuses,
-        **of_row,
-    )
-
-
-def _over_fedavg(transform: Callable, *refuses: tuple, varied: tuple[Varied, ...] = ()) -> Row:
-    return Row(
-        transform,
-        over=fb.fedavg,
-        varied=varied,
-        refuses=((lambda: transform(fb.fedavg(loss), exchanges=["no-such"]), "no-such"), *refuses),
-    )
-
-
-def _plain() -> Algorithm:
-    return fb.fedavg(loss)
-
-
-TRANSFORMS: dict[str, Row] = {
-    "adaptive_clip": _over_scaffold(
-        tf.adaptive_clip,
-        (lambda: tf.adaptive_clip(_plain(), quantile=2.0), "quantile"),
-        initial=0.5,
-        rates={"initial": 1.0, "quantile": 0.8, "rate": 0.4},
-    ),
-    "clip": _over_scaffold(tf.clip, (lambda: tf.clip(_plain(), bound=0.0), "bound"), bound=0.5, rates={"bound": 1.0}),
-    "dp": _over_scaffold(
-        tf.dp,
-        (lambda: tf.dp(_plain(), noise=-1.0), "noise"),
-        (lambda: tf.dp(fb.scaffold(loss)), "clients"),
-        noise=0.01,
-        bound=1.0,
-        where="clients",
-        shares=2,
-        rates={"noise": 0.02, "bound": 0.5},
-        varied=(
-            Varied(
-                {"quantile": 0.5, "bit_noise": 0.1}, {"noise": 0.02, "quantile": 0.8, "rate": 0.4, "bit_noise": 0.2}
-            ),
-        ),
-        draws=True,
-    ),
-    "elastic": Row(
-        tf.elastic,
-        {"batch_size": 1, "held_out": 0.3},
-        over=fb.scaffold,
-        rates={"tau": 0.25, "mu": 0.5},
-        draws=True,  # the held-out rows are random
-        invariant=lambda server, states: _gap(server.c, states),
-        refuses=(
-            (lambda: tf.elastic(_plain(), outputs, tau=-1.0), "tau"),
-            (lambda: tf.elastic(fb.fedsplit(loss), outputs), "train"),
-        ),
-    ),
-    "fedexp": Row(
-        tf.fedexp,
-        {"eps": 1e-3, "average": True},
-        over=fb.scaffold,
-        rates={"eps": 0.1},
-        varied=(Varied({"eps": 0.0, "limit": 50.0}, {"limit": 1.0}),),
-        invariant=lambda server, states: _gap(_innermost(server).c, states),
-        refuses=(
-            (lambda: tf.fedexp(_plain(), eps=-1.0), "eps"),
-            (lambda: tf.fedexp(fb.fedsplit(loss)), "train"),
-        ),
-    ),
-    "geometric_median": _over_fedavg(tf.geometric_median),
-    "hypergradient": _over_scaffold(
-        tf.hypergradient,
-        (lambda: tf.hypergradient(_plain(), beta=-1.0), "beta"),
-        (lambda: tf.hypergradient(_plain(), limit=0.5), "limit"),
-        rates={"beta": 0.5},
-        varied=(Varied({"beta": 1.0}, {"limit": 1.5}),),
-    ),
-    # with at most two uploads, as in most laws, a share has no effect: these rates are varied with all clients
-    "krum": _over_fedavg(
-        tf.krum, (lambda: tf.krum(_plain(), fraction=0.5), "fraction"), varied=(Varied({}, {"fraction": 0.4}),)
-    ),
-    "median": _over_fedavg(tf.median, (lambda: tf.median(fb.scaffold(loss)), "clients")),
-    "multi_krum": _over_fedavg(
-        tf.multi_krum,
-        (lambda: tf.multi_krum(_plain(), keep=0.0), "keep"),
-        varied=(Varied({"keep": 0.5}, {"fraction": 0.4, "keep": 0.9}),),
-    ),
-    "norm_bound": _over_scaffold(
-        tf.norm_bound, (lambda: tf.norm_bound(_plain(), bound=-1.0), "bound"), bound=0.5, rates={"bound": 1.0}
-    ),
-    "private": Row(
-        tf.private,
-        {"leaves": "b"},
-        over=fb.scaffold,
-        invariant=lambda server, states: _gap(server.inner.c["w"], states.inner["w"]),
-        refuses=((lambda: tf.private(tf.quantize(_plain()), "b"), "inside"),),
-    ),
-    "qsgd": _over_scaffold(tf.qsgd, (lambda: tf.qsgd(_plain(), levels=500), "levels"), levels=4, draws=True),
-    "quantize": _over_scaffold(tf.quantize, (lambda: tf.quantize(_plain(), bits=5), "bits"), draws=True),
-    "top_k": _over_scaffold(tf.top_k, (lambda: tf.top_k(_plain(), fraction=0.0), "fraction"), fraction=0.4),
-    "trimmed_mean": _over_fedavg(
-        tf.trimmed_mean, (lambda: tf.trimmed_mean(_plain(), trim=0.5), "trim"), varied=(Varied({}, {"trim": 0.4}),)
-    ),
-}
 
 ROWS: dict[str, Row] = {**ALGORITHMS, **{f"transform:{name}": row for name, row in TRANSFORMS.items()}}
 
