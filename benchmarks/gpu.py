@@ -264,7 +264,7 @@ def against_torch(only: list[str] | None = None) -> dict:
                 programs[f"{network} {how} torch {way}"] = command
     wanted = {name: command for name, command in programs.items() if not only or any(word in name for word in only)}
     found = {}
-    for name, said in measure_in_turn(wanted).items():
+    for name, said in measure_in_turn(wanted):
         try:
             last = json.loads(said)
         except json.JSONDecodeError:

@@ -212,8 +212,8 @@ def main() -> None:
         return
     rows = {" ".join(filter(None, row[:3])): row for row in variants(options)}
     call = [sys.executable, __file__, *sys.argv[1:], "--variant"]
-    found = measure_in_turn({name: [*call, who, how, str(flag)] for name, (who, how, _, flag) in rows.items()})
-    for name, said in found.items():
+    programs = {name: [*call, who, how, str(flag)] for name, (who, how, _, flag) in rows.items()}
+    for name, said in measure_in_turn(programs):
         if said.startswith("failed"):
             print(f"{name}: {said}", flush=True)
             continue

@@ -1,7 +1,8 @@
 """Measure several programs on one GPU: they compile at the same time, and are timed one after the other.
 
 A program calls `await_turn` after it has compiled and before it is timed. `measure_in_turn` starts all programs, waits
-until each is ready or has ended, and then lets one at a time go on.
+until each is ready or has ended, and then lets one at a time go on. A program that is not ready in time is ended, and
+those which are ready are measured.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 TURN = "FEDBRAID_BENCHMARK_TURN"  # a file of which this program writes .ready and awaits .go
 
@@ -26,36 +29,56 @@ def await_turn() -> None:
         time.sleep(0.02)
 
 
-def measure_in_turn(programs: dict[str, list[str]], seconds: float = 600) -> dict[str, str]:
-    """The standard output of every program, by name; those that failed or took too long have their error instead."""
-    ends = time.monotonic() + seconds
+class Program(NamedTuple):
+    process: subprocess.Popen
+    place: Path
+
+    @property
+    def compiles(self) -> bool:
+        return self.process.poll() is None and not self.place.with_suffix(".ready").exists()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def said(self) -> str:
+        """Its standard output; if it failed, how."""
+        code, error = self.process.returncode, self.place.with_suffix(".err").read_text()[-400:]
+        return self.place.with_suffix(".out").read_text() if code == 0 else f"failed ({code}): {error}"
+
+
+def start(command: list[str], place: Path) -> Program:
+    environment = os.environ | {TURN: str(place), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    with place.with_suffix(".out").open("w") as out, place.with_suffix(".err").open("w") as err:
+        return Program(subprocess.Popen(command, env=environment, stdout=out, stderr=err), place)
+
+
+def measure_in_turn(
+    programs: dict[str, list[str]], *, compiling: float = 400, measuring: float = 60
+) -> Iterator[tuple[str, str]]:
+    """Name and standard output of one program after the other, or its error.
+
+    compiling: seconds until all must be ready. measuring: seconds that each may take after that.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        running, places = {}, {}
-        for i, (name, command) in enumerate(programs.items()):
-            places[name] = Path(folder) / str(i)
-            environment = os.environ | {TURN: str(places[name]), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-            with Path(f"{places[name]}.out").open("w") as out, Path(f"{places[name]}.err").open("w") as err:
-                running[name] = subprocess.Popen(command, env=environment, stdout=out, stderr=err)
-        ready = -1
-        while time.monotonic() < ends:
-            compiling = [n for n, p in running.items() if p.poll() is None and not Path(f"{places[n]}.ready").exists()]
-            if not compiling:
-                break
-            if len(running) - len(compiling) != ready:
-                ready = len(running) - len(compiling)
+        running = {name: start(command, Path(folder) / str(i)) for i, (name, command) in enumerate(programs.items())}
+        ends, ready = time.monotonic() + compiling, -1
+        while (late := [program for program in running.values() if program.compiles]) and time.monotonic() < ends:
+            if len(running) - len(late) != ready:
+                ready = len(running) - len(late)
                 print(f"\r{ready} of {len(running)} ready", end="", file=sys.stderr, flush=True)
             time.sleep(0.2)
-        found = {}
-        for name, process in running.items():
-            Path(f"{places[name]}.go").touch()
-            try:
-                process.wait(max(1.0, ends - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            said = Path(f"{places[name]}.out").read_text()
-            error = Path(f"{places[name]}.err").read_text()[-400:]
-            found[name] = said if process.returncode == 0 else f"failed ({process.returncode}): {error}"
-            print(f"\r{name} done            ", end="", file=sys.stderr, flush=True)
+        for program in late:
+            program.end()
         print(file=sys.stderr)
-    return found
+        try:
+            for name, program in running.items():
+                program.place.with_suffix(".go").touch()
+                try:
+                    program.process.wait(measuring)
+                except subprocess.TimeoutExpired:
+                    program.end()
+                yield name, program.said()
+        finally:
+            for program in running.values():
+                program.end()

@@ -30,7 +30,7 @@ def turns(monkeypatch):
 
 def test_programs_are_timed_after_all_have_compiled_and_never_together(turns):
     program = [sys.executable, "-c", PROGRAM.format(folder=str(BENCHMARKS))]
-    said = turns.measure_in_turn({"a": program, "b": program, "c": program}, seconds=60)
+    said = dict(turns.measure_in_turn({"a": program, "b": program, "c": program}))
     times = [tuple(map(float, line.split())) for line in said.values()]
     assert max(compiled for compiled, _, _ in times) < min(began for _, began, _ in times)
     in_order = sorted((began, ended) for _, began, ended in times)
@@ -39,7 +39,8 @@ def test_programs_are_timed_after_all_have_compiled_and_never_together(turns):
 
 def test_a_program_that_fails_does_not_stop_the_others(turns):
     good = [sys.executable, "-c", PROGRAM.format(folder=str(BENCHMARKS))]
-    said = turns.measure_in_turn({"bad": [sys.executable, "-c", "raise SystemExit('no card')"], "good": good}, 60)
+    bad = [sys.executable, "-c", "raise SystemExit('no card')"]
+    said = dict(turns.measure_in_turn({"bad": bad, "good": good}))
     assert "no card" in said["bad"]
     assert said["bad"].startswith("failed (1)")
     assert len(said["good"].split()) == 3
@@ -48,3 +49,11 @@ def test_a_program_that_fails_does_not_stop_the_others(turns):
 def test_alone_a_program_does_not_wait(turns, monkeypatch):
     monkeypatch.delenv(turns.TURN, raising=False)
     turns.await_turn()
+
+
+def test_a_program_that_is_not_ready_in_time_is_ended_and_the_others_are_measured(turns):
+    good = [sys.executable, "-c", PROGRAM.format(folder=str(BENCHMARKS))]
+    slow = [sys.executable, "-c", "import time; time.sleep(99)"]
+    said = dict(turns.measure_in_turn({"slow": slow, "good": good}, compiling=3))
+    assert said["slow"].startswith("failed")
+    assert len(said["good"].split()) == 3
