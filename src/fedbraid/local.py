@@ -84,7 +84,7 @@ class Clients(Protocol):
 _rewrite = jax.make_user_context(None)  # part of the key of jax's caches: each rewrite compiles its own program
 
 
-def rewriting(change: Callable[[Callable], Callable] | None) -> AbstractContextManager:
+def rewriting(change: Callable[[Callable], Callable] | None) -> AbstractContextManager[Any]:
     """For engines: a context in which functions are replaced by ``change(function)`` before they are differentiated.
 
     The changed function must have the same values and derivatives. None changes nothing.
@@ -463,7 +463,7 @@ class LocalWork:
         """The random key of fold ``i``."""
         return jax.random.fold_in(key, i)
 
-    def report(self, results: tuple, down: PyTree, state: PyTree, key: Any) -> Report:
+    def report(self, results: tuple[Any, ...], down: PyTree, state: PyTree, key: Any) -> Report:
         """The client's report, from the results of its folds."""
         return self.combine(results, down, state, jax.random.fold_in(key, len(self.folds)))
 

@@ -45,7 +45,7 @@ def walking(
     *,
     hold: Callable = _nothing,
     kept: Callable = lambda state: (),
-) -> tuple[Callable, Callable]:
+) -> tuple[Callable[..., Walk], Callable[..., Walk]]:
     """The ``start`` and the ``step`` of a fold.
 
     direction: ``(params, batch, key, down, held) -> (loss, direction)``.

@@ -70,7 +70,7 @@ class Solution(NamedTuple):
 ProxSolver = Callable[[Callable[[PyTree], Any], PyTree, Any, dict, PyTree], Solution]
 
 
-def client_objective(loss: Loss, objective: Objective, batch: dict, key: Any) -> Callable[[PyTree], Any]:
+def client_objective(loss: Loss, objective: Objective, batch: dict[str, Any], key: Any) -> Callable[[PyTree], Any]:
     """A client's f as in the paper: the mean of its losses, or their sum ("sum": mean times number of examples).
 
     With "mean" the problem is the mean over clients with equal weights. With "sum" it is the loss pooled over all

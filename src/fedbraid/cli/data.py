@@ -11,8 +11,8 @@ from rich.console import Console
 
 from fedbraid.cli.groups import with_groups
 
-app = typer.Typer(help="Federated data: list, import, partition, inspect, plot.", no_args_is_help=True)
-importing = typer.Typer(help="Read raw files of a published format into a store.", no_args_is_help=True)
+app: typer.Typer = typer.Typer(help="Federated data: list, import, partition, inspect, plot.", no_args_is_help=True)
+importing: typer.Typer = typer.Typer(help="Read raw files of a published format into a store.", no_args_is_help=True)
 app.add_typer(importing, name="import")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

@@ -27,7 +27,7 @@ class _Group(TyperGroup):
             raise ValueError(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from None
 
 
-app = typer.Typer(no_args_is_help=True, cls=_Group)
+app: typer.Typer = typer.Typer(no_args_is_help=True, cls=_Group)
 
 AppFolder = Annotated[Path, typer.Argument(metavar="APP", help="folder made by `fedbraid deploy init`")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]

@@ -145,9 +145,17 @@ class Bar:
     """A progress bar of trials and rounds that shows the best point so far."""
 
     def __init__(self, console: Console, *, show: bool) -> None:
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            SpinnerColumn,
+            TaskID,
+            TaskProgressColumn,
+            TextColumn,
+            TimeElapsedColumn,
+        )
 
-        self.bar = Progress(
+        self.bar: Progress = Progress(
             SpinnerColumn(),
             BarColumn(bar_width=24),
             TaskProgressColumn(),
@@ -157,7 +165,7 @@ class Bar:
             transient=True,
             disable=not show or not (console.is_terminal or console.is_jupyter),
         )
-        self.task = self.bar.add_task("", total=1.0, news="compiling")
+        self.task: TaskID = self.bar.add_task("", total=1.0, news="compiling")
         self.about = ""
 
     def __enter__(self) -> Bar:

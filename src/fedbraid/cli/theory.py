@@ -13,7 +13,7 @@ from fedbraid.cli.finite_json import print_json
 if TYPE_CHECKING:
     from fedbraid.theory import QuadraticFederation
 
-app = typer.Typer(help="What local update methods converge to, and how fast.", no_args_is_help=True)
+app: typer.Typer = typer.Typer(help="What local update methods converge to, and how fast.", no_args_is_help=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Write a figure (.png, .pdf or .svg).")]

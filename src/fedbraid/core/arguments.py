@@ -24,7 +24,13 @@ def is_traced(value: Any) -> bool:
 
 
 def check_number(
-    name: str, value: Any, *, low: float = -math.inf, high: float = math.inf, open_low=False, open_high=False
+    name: str,
+    value: Any,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    open_low: bool = False,
+    open_high: bool = False,
 ) -> Any:
     """``value`` if it is a number in the range; else raise a ValueError with the argument, the value and the range."""
     if is_traced(value):
@@ -61,7 +67,7 @@ def check_count(name: str, value: Any, *, low: int = 1) -> int:
     return int(value)
 
 
-def check_choice(name: str, value: Any, allowed: tuple) -> Any:
+def check_choice(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
     """``value`` if it is one of ``allowed``."""
     _refuse_tracer(name, value)
     if value not in allowed:

@@ -51,7 +51,9 @@ class Split:
         return cls(arrays, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64), tuple(ids))
 
     @classmethod
-    def from_assignment(cls, arrays: Mapping[str, np.ndarray], parts: Sequence[np.ndarray], ids=()) -> Split:
+    def from_assignment(
+        cls, arrays: Mapping[str, np.ndarray], parts: Sequence[np.ndarray], ids: Sequence[str] = ()
+    ) -> Split:
         """Rows ``parts[i]`` of plain arrays go to client ``i``. ``parts`` is the result of a partitioner."""
         order = np.concatenate(parts) if len(parts) else np.zeros(0, np.int64)
         offsets = np.concatenate([[0], np.cumsum([len(p) for p in parts])]).astype(np.int64)

@@ -42,28 +42,30 @@ __all__ = [
 Batch = Mapping[str, Any]
 
 
-def scale(batch: Batch, key, train: bool, *, factor: float = 1 / 255, offset: float = 0.0, field: str = "x") -> dict:
+def scale(
+    batch: Batch, key: Any, train: bool, *, factor: float = 1 / 255, offset: float = 0.0, field: str = "x"
+) -> dict[str, Any]:
     """``factor * x + offset`` in float32."""
     return {**batch, field: jnp.asarray(batch[field], jnp.float32) * factor + offset}
 
 
-def invert(batch: Batch, key, train: bool, *, field: str = "x") -> dict:
+def invert(batch: Batch, key: Any, train: bool, *, field: str = "x") -> dict[str, Any]:
     """``1 - x``. In EMNIST, paper is 1 and ink 0; after this step ink is 1, as in MNIST."""
     return {**batch, field: 1.0 - jnp.asarray(batch[field], jnp.float32)}
 
 
-def integers(batch: Batch, key, train: bool, *, fields: str = "x") -> dict:
+def integers(batch: Batch, key: Any, train: bool, *, fields: str = "x") -> dict[str, Any]:
     """Small stored integers (tokens as uint8 or uint16) as int32; ``fields`` is a comma-separated list."""
     return {**batch, **{field: jnp.asarray(batch[field], jnp.int32) for field in fields.split(",")}}
 
 
-def flatten(batch: Batch, key, train: bool, *, field: str = "x") -> dict:
+def flatten(batch: Batch, key: Any, train: bool, *, field: str = "x") -> dict[str, Any]:
     """``[B, ...] -> [B, d]`` in row-major order."""
     x = jnp.asarray(batch[field])
     return {**batch, field: x.reshape(len(x), -1)}
 
 
-def standardize(batch: Batch, key, train: bool, *, field: str = "x") -> dict:
+def standardize(batch: Batch, key: Any, train: bool, *, field: str = "x") -> dict[str, Any]:
     """Per-image ``(x - mean) / std``; the std is at least ``1 / sqrt(pixels)``, so constant images stay finite."""
     x = jnp.asarray(batch[field], jnp.float32)
     axes = tuple(range(1, x.ndim))
@@ -72,7 +74,7 @@ def standardize(batch: Batch, key, train: bool, *, field: str = "x") -> dict:
     return {**batch, field: (x - mean) / jnp.maximum(std, floor)}
 
 
-def crop_flip(batch: Batch, key, train: bool, *, size: int = 24, field: str = "x") -> dict:
+def crop_flip(batch: Batch, key: Any, train: bool, *, size: int = 24, field: str = "x") -> dict[str, Any]:
     """In training, a random ``size`` x ``size`` crop and horizontal flip of ``[B, H, W, ...]``; else a centre crop."""
     x = jnp.asarray(batch[field])
     if x.ndim < 3:
@@ -97,7 +99,9 @@ def crop_flip(batch: Batch, key, train: bool, *, size: int = 24, field: str = "x
     return {**batch, field: jax.vmap(one)(x, tops, lefts, flips)}
 
 
-def random_features(batch: Batch, key, train: bool, *, features: int = 3000, seed: int = 0, field: str = "x") -> dict:
+def random_features(
+    batch: Batch, key: Any, train: bool, *, features: int = 3000, seed: int = 0, field: str = "x"
+) -> dict[str, Any]:
     """FedSplit's features ``(1, u, (R u)+, (G u)+)``, R of random signs, G standard normal: d = 6,785 for 28 x 28."""
     u = jnp.asarray(batch[field], jnp.float32)
     u = u.reshape(len(u), -1)
@@ -113,7 +117,7 @@ def _random_maps(d: int, features: int, seed: int) -> tuple[np.ndarray, np.ndarr
     return signs.astype(np.float32), rng.standard_normal((d, features)).astype(np.float32)
 
 
-FUNCTIONS: Mapping[str, Callable[..., dict]] = {
+FUNCTIONS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "scale": scale,
     "invert": invert,
     "integers": integers,
@@ -155,7 +159,7 @@ class Pipeline:
     def spec(self) -> list[dict[str, Any]]:
         return [{"name": name, **dict(options)} for name, options in self.steps]
 
-    def __call__(self, batch: Batch, key, train: bool) -> dict:
+    def __call__(self, batch: Batch, key: Any, train: bool) -> dict[str, Any]:
         for i, (name, options) in enumerate(self.steps):
             step_key = None if key is None else jax.random.fold_in(key, i)
             try:

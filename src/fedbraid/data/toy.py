@@ -51,7 +51,7 @@ def two_class(
     return Split.from_clients(own)
 
 
-def toy_loss(params: Any, batch: dict, key: Any) -> Any:
+def toy_loss(params: Any, batch: dict[str, Any], key: Any) -> Any:
     """The mean of (w . x - y)^2; ``params`` is w [2].
 
     >>> import jax.numpy as jnp
@@ -63,7 +63,7 @@ def toy_loss(params: Any, batch: dict, key: Any) -> Any:
     return masked_mean((batch["x"] @ params - batch["y"]) ** 2, batch[MASK])
 
 
-def toy_metrics(params: Any, batch: dict) -> dict[str, tuple[Any, Any]]:
+def toy_metrics(params: Any, batch: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Squared error and accuracy of the sign, as metrics for ``simulate`` and evaluators."""
     output, mask = batch["x"] @ params, batch[MASK]
     right = (output > 0) == (batch["y"] > 0)

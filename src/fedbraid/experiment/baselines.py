@@ -225,7 +225,7 @@ def _some_clients(
         if split is None:
             return None
         rows = [np.arange(int(split.offsets[i]), int(split.offsets[i + 1])) for i in chosen]
-        ids = tuple(split.ids[i] for i in chosen) if len(split.ids) else ()
+        ids = tuple(split.ids[int(i)] for i in chosen) if len(split.ids) else ()
         return Split.from_assignment(split.arrays, rows, ids)
 
     tuning = replace(held, train=some(held.train), validation=some(held.validation))  # type: ignore[arg-type]

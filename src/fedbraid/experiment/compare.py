@@ -65,7 +65,7 @@ __all__ = ["Final", "measure_method", "run_comparison"]
 TRIALS, SUMMARY, PICTURE, DRIFT = "trials.parquet", "summary.json", "compare.png", "drift.json"
 BASELINE_ROWS = "baselines.json"
 PREFIX = "test_"
-UNTUNED = {"best": {}, "at_edge": [], "criterion": None, "diverged": 0, "trials": 0, "tuned_on": None}
+UNTUNED: dict[str, Any] = {"best": {}, "at_edge": [], "criterion": None, "diverged": 0, "trials": 0, "tuned_on": None}
 
 
 class _Setup(NamedTuple):

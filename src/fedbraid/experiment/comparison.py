@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -49,7 +49,7 @@ class Method(BaseModel):
     rounds [rounds]: of this method, such as the server steps of FedBuff; default: those of the configuration.
     """
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow", frozen=True)
     name: str
     label: str = ""
     over: dict[str, Any] = {}
@@ -75,7 +75,7 @@ class CompareSettings(BaseModel):
     baselines: rows beside the methods, of clients alone and of pooled data.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True)
     seeds: Annotated[int, Field(ge=1)] = 3
     protocol: Protocol = "rounds"
     metric: str | None = None

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -58,7 +58,7 @@ class SweepSettings(BaseModel):
     at_once [points]: most points in one program; default: limited by memory.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True)
     over: dict[str, Any] = {}
     search: Literal["grid", "random", "adaptive"] = "grid"
     trials: Annotated[int, Field(ge=1)] | None = None
@@ -126,6 +126,12 @@ class Lab:
         already computed.
     """
 
+    config: Config
+    settings: SweepSettings
+    space: dict[str, search.Choice | search.Range]
+    data: dict[str, FederatedData]
+    split_by: str
+
     def __init__(
         self,
         config: Config,
@@ -137,16 +143,16 @@ class Lab:
     ) -> None:
         self.config, self.settings, self.space = config, settings, settings.space
         self.statistics = statistics  # evaluate statistics over clients too
-        self.raw = {} if data is None else {_data_key(config): data}
+        self.raw: dict[str, FederatedData] = {} if data is None else {_data_key(config): data}
         self.data, self.split_by = ({}, "") if held is None else ({_data_key(config): held[0]}, held[1])
         self.check()
         values = {key: search.values_of(one) for key, one in self.space.items()}
         first = with_values(config, {key: every[0] for key, every in values.items()})
         tuned_on = self.data_of(first)
-        self.criterion = self._criterion(first, tuned_on)
-        self.traced = traceable(first, tuned_on, values)
+        self.criterion: Criterion = self._criterion(first, tuned_on)
+        self.traced: tuple[str, ...] = traceable(first, tuned_on, values)
         self.programs: dict[Any, Points] = {}
-        self.compiled = 0
+        self.compiled: int = 0
 
     def _criterion(self, config: Config, data: FederatedData) -> Criterion:
         experiment, settings = assemble(config, data), self.settings

@@ -133,6 +133,9 @@ def pick_metric(
 class Trials:
     """The rows so far. The Parquet file, if there is one, is replaced as a whole whenever rows are added."""
 
+    path: Path | None
+    about: dict[str, Any]
+
     def __init__(self, path: Path | None, about: Mapping[str, Any] | None = None) -> None:
         self.path, self.about = path, dict(about or {})
         self.rows: list[Row] = [] if path is None else _rows_so_far(path)

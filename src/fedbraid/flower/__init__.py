@@ -5,8 +5,8 @@ Flower sends the messages, encrypts them and manages the nodes. This package run
 
 try:
     import flwr  # noqa: F401
-except ImportError as error:
-    raise ImportError("fedbraid.flower needs Flower: pip install 'fedbraid[flower]'") from error
+except ImportError as _error:
+    raise ImportError("fedbraid.flower needs Flower: pip install 'fedbraid[flower]'") from _error
 
 from fedbraid.flower.client import client_app
 from fedbraid.flower.federation import Federation, federation_client_app, federation_server_app, load_federation

@@ -77,6 +77,9 @@ def _stays_finite(before: PyTree, after: PyTree) -> Any:
 class Aggregator:
     """The server's compiled functions of one exchange. Their results do not depend on the order of arrival."""
 
+    name: str
+    send: Callable[[PyTree], PyTree]
+
     def __init__(self, alg: Algorithm, index: int, *, rows: int, population: int) -> None:
         exchange = alg.exchanges[index]
         self.name, self._index, self._rows = exchange.name, index, rows

@@ -38,7 +38,7 @@ class Asked(NamedTuple):
     uploads: dict[int, Any]
     awaited: dict[int, tuple[int, float]]  # client -> the node that was asked, and when
     notes: list[str]
-    tally: Counter  # bytes "down" and "up", and numbers of rejected replies by kind
+    tally: Counter[str]  # bytes "down" and "up", and numbers of rejected replies by kind
 
 
 class Requests:
@@ -47,8 +47,14 @@ class Requests:
     counts: how many replies of the whole run were late, missing, malformed and so on. The run owns this counter.
     """
 
+    mailbox: Mailbox
+    roster: Roster
+    policy: Policy
+    counts: Counter[str]
+    say: Callable[[str], None]
+
     def __init__(
-        self, mailbox: Mailbox, roster: Roster, policy: Policy, counts: Counter, say: Callable[[str], None]
+        self, mailbox: Mailbox, roster: Roster, policy: Policy, counts: Counter[str], say: Callable[[str], None]
     ) -> None:
         self.mailbox, self.roster, self.policy, self.counts, self.say = mailbox, roster, policy, counts, say
         self.open: dict[str, Asked] = {}  # by tag: requests that stay open while others are made (asynchronous steps)

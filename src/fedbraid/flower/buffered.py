@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -44,6 +45,14 @@ class _Version(NamedTuple):
 class Buffer:
     """The buffer of a deployed run: which clients work on which model, and which uploads wait for the next step."""
 
+    run: MessageRounds
+    how: Asynchrony
+    size: int
+    asked: int
+    draws: int
+    tally: Counter[str]
+    notes: list[str]
+
     def __init__(self, run: MessageRounds, how: Asynchrony) -> None:
         self.run, self.how, self.size = run, how, how.uploads(run.cohort)
         self.versions: dict[int, _Version] = {}
@@ -51,8 +60,8 @@ class Buffer:
         self.away: set[int] = set()  # clients that work, wait in the buffer, or were lost since the last step
         self.asked = self.draws = 0  # clients asked, and draws of clients, since the last step
         self.tally, self.notes = Counter(), []
-        self.weighted = run.alg.exchanges[0].reducer.kind == "sum"
-        self.lift = jax.jit(partial(stale_lift, how))
+        self.weighted: bool = run.alg.exchanges[0].reducer.kind == "sum"
+        self.lift: Callable[..., PyTree] = jax.jit(partial(stale_lift, how))
 
     # -- work under way
 

@@ -56,6 +56,9 @@ CONNECTIONS = 512  # at the same time
 class RefusedError(Exception):
     """A request that the gate does not forward: an HTTP status and the reason."""
 
+    status: int
+    reason: str
+
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
         self.status, self.reason = status, reason

@@ -126,8 +126,8 @@ class Rehearsal:
     """The processes of one app's rehearsal."""
 
     def __init__(self, app: Path) -> None:
-        self.app = app.resolve()
-        self.folder = self.app / FOLDER
+        self.app: Path = app.resolve()
+        self.folder: Path = self.app / FOLDER
         self._list = self.folder / "members.json"
         self._children: list[subprocess.Popen] = []
 

@@ -58,6 +58,8 @@ class Roster:
     base: (client) -> the tag of the state that the client's next work starts from.
     """
 
+    terms: Terms
+
     def __init__(self, grid: Grid, mailbox: Mailbox, terms: Terms, base: Callable[[int], str]) -> None:
         self._grid, self._mailbox, self.terms, self._base = grid, mailbox, terms, base
         self.clients: dict[int, Node] = {}

@@ -38,7 +38,7 @@ from fedbraid.flower.identity import (
 )
 from fedbraid.flower.mailbox import Mailbox, Outgoing
 from fedbraid.flower.pack import Layout, MessageError, check_layout, layout_of, read_records, records
-from fedbraid.flower.policy import TooFewError
+from fedbraid.flower.policy import Policy, TooFewError
 from fedbraid.flower.private import PrivateRun
 from fedbraid.flower.roster import Roster, Terms
 from fedbraid.flower.secure.messages import signed
@@ -49,7 +49,7 @@ from fedbraid.flower.wire import Answer, Order, Question, Tested, content, read_
 from fedbraid.limited_json import read_json
 from fedbraid.metric import Metric, declared_by, metric_of_column
 from fedbraid.simulation import checkpoint
-from fedbraid.simulation.asynchrony import check_asynchrony
+from fedbraid.simulation.asynchrony import Asynchrony, check_asynchrony
 from fedbraid.simulation.rounds import check_cohort_size, strong
 
 __all__ = ["MessageRounds"]
@@ -65,16 +65,24 @@ class MessageRounds:
     server; sums is the layout of the clients' answers when they evaluate; testers is how many clients evaluate.
     """
 
+    alg: Algorithm
+    policy: Policy
+    seed: int
+    cohort: int
+    say: Callable[[str], None]
+
     def __init__(self, alg: Algorithm, params: PyTree, grid: Grid, site: Site, say: Callable[[str], None]) -> None:
         params = strong(params)
         self.alg, self.policy, self.seed, self.cohort, self.say = alg, site.policy, site.seed, site.size, say
         check_cohort_size(alg, site.size)
-        self.asynchrony = site.asynchrony
+        self.asynchrony: Asynchrony = site.asynchrony
         check_asynchrony(alg, shapes_of(params), data_of(site.schema, site.preprocess), site.asynchrony)
         self.messages: tuple[Messages, ...] = messages_of(alg, params, site.schema, site.preprocess)
         exchanges = range(len(alg.exchanges))
-        self.parts = [Aggregator(alg, i, rows=site.size, population=site.population) for i in exchanges]
-        self.stateful = bool(jax.tree.leaves(jax.eval_shape(alg.init_client, params)))
+        self.parts: list[Aggregator] = [
+            Aggregator(alg, i, rows=site.size, population=site.population) for i in exchanges
+        ]
+        self.stateful: bool = bool(jax.tree.leaves(jax.eval_shape(alg.init_client, params)))
         name = site.fingerprint
         terms = Terms(
             run=secrets.token_hex(6),
@@ -90,36 +98,36 @@ class MessageRounds:
             masked=site.secure is not None,
         )
         mailbox = Mailbox(grid, keep=max(4 * site.policy.deadline, 600.0))
-        self.roster = Roster(grid, mailbox, terms, self.base)
+        self.roster: Roster = Roster(grid, mailbox, terms, self.base)
         # state that a checkpoint holds, together with the name of the run
-        self.done = 0
-        self.server = strong(alg.init(params))
-        self.first = params  # the parameters from which clients make their first states
-        self.losses: Counter = Counter()  # client -> how often it lost its state
+        self.done: int = 0
+        self.server: PyTree = strong(alg.init(params))
+        self.first: PyTree = params  # the parameters from which clients make their first states
+        self.losses: Counter[int] = Counter()  # client -> how often it lost its state
         self.taken: dict[int, str] = {}  # client -> tag of its last accepted upload
         self.history: list[dict[str, float]] = []
         self.evaluations: list[dict[str, float]] = []
-        self.counts: Counter = Counter()
+        self.counts: Counter[str] = Counter()
         self.tested: dict[int, dict[str, list[float]]] = {}  # client -> its sums in the last evaluation
         self.arrivals: list[dict[str, Any]] = []  # of asynchronous steps: their uploads, in order
         # state that a checkpoint does not hold
-        self.requests = Requests(mailbox, self.roster, site.policy, self.counts, say)
+        self.requests: Requests = Requests(mailbox, self.roster, site.policy, self.counts, say)
         self.secure: SecureRounds | None = None
         if site.secure is not None:
             shapes = shapes_of_messages(alg, params, site.schema, site.preprocess)
             self.secure = secure_rounds(site.secure, alg, shapes, self.requests)
         self.durable: dict[int, str] = {}  # the dict ``taken`` of the last checkpoint
-        self.restarted = False  # whether server and clients started anew since the last round
-        self.durable_first = INIT  # the tag of the clients' first states in the last checkpoint
-        self.attempt = secrets.token_hex(3)  # makes tags unique: a round repeated after a restart gets other tags
+        self.restarted: bool = False  # whether server and clients started anew since the last round
+        self.durable_first: str = INIT  # the tag of the clients' first states in the last checkpoint
+        self.attempt: str = secrets.token_hex(3)  # makes tags unique: a round repeated after a restart gets other tags
         self.told: Round | None = None  # the report of the last round
-        self.private = PrivateRun(alg)
-        self.buffer = Buffer(self, site.asynchrony) if site.asynchrony.is_asynchronous else None
+        self.private: PrivateRun = PrivateRun(alg)
+        self.buffer: Buffer | None = Buffer(self, site.asynchrony) if site.asynchrony.is_asynchronous else None
         self.folder: Path | None = None
         self.scorer: Callable[[PyTree], dict[str, Any]] | None = None
         self.declared: tuple[Metric, ...] = ()  # the metrics that clients evaluate
         self.sums: Layout | None = None
-        self.testers = 0
+        self.testers: int = 0
         self.rounds = 0  # total number, for reports
 
     def base(self, client: int) -> str:

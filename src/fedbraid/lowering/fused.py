@@ -29,7 +29,7 @@ def _wide(x: Array) -> Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
+@partial(jax.custom_jvp[Array], nondiff_argnums=(1,))
 def log_sum_exp(x: Array, kernel: bool = False) -> Array:
     """log(sum(exp(x))) over the last axis, in float32.
 

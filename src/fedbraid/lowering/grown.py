@@ -93,7 +93,9 @@ def extent_of(fold: Fold, most: int, usual: int, lanes: int) -> Extent:
     return Extent(longest, middle, lanes)
 
 
-def grow(begin: Callable, advance: Callable, example: tuple, extent: Extent, how: Matrices = "auto") -> Growth:
+def grow(
+    begin: Callable, advance: Callable, example: tuple[Array, Array], extent: Extent, how: Matrices = "auto"
+) -> Growth:
     """Which matrices of a fold's carry are stored as rows, and the fold's step on them.
 
     Args:

@@ -37,8 +37,8 @@ def rounded_leaves(step: ClosedJaxpr, before: int) -> list[int]:
 
 
 def run_rounded(
-    step: ClosedJaxpr, halves: tuple[int, ...], slot: Array, k: Array, leaves: list[Array], rows: tuple = ()
-) -> tuple[list[Array], tuple]:
+    step: ClosedJaxpr, halves: tuple[int, ...], slot: Array, k: Array, leaves: list[Array], rows: tuple[Any, ...] = ()
+) -> tuple[list[Array], tuple[Any, ...]]:
     """A step on leaves that are followed by the copies in bfloat16 of the leaves ``halves``."""
     count = len(leaves) - len(halves)
     known: dict[Any, Any] = dict(zip(step.jaxpr.constvars, step.consts, strict=True))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.typing import DTypeLike
 
 from fedbraid.lowering import kernels
 from fedbraid.lowering.normalisation import Norm, plainly
@@ -139,7 +140,12 @@ Pads = tuple[tuple[int, int], tuple[int, int]]
 
 
 def conv2d(
-    x: Array, kernel: Array, *, stride: int | tuple[int, int] = 1, padding: Padding = "VALID", precision=None
+    x: Array,
+    kernel: Array,
+    *,
+    stride: int | tuple[int, int] = 1,
+    padding: Padding = "VALID",
+    precision: lax.PrecisionLike = None,
 ) -> Array:
     """Convolution of images [B, H, W, in] with a kernel [kh, kw, in, out], made of matrix products.
 
@@ -228,8 +234,8 @@ def _geometry(x: Array, kernel: Array, strides: tuple[int, int], pads: Pads) -> 
     return Geometry(window, strides, low=(top, left), out=window_counts(x, window, strides, pads))
 
 
-def has_kernel(x: Array | jax.ShapeDtypeStruct, kernel: Array | jax.ShapeDtypeStruct, precision=None) -> bool:
-    """Whether a convolution is one kernel of this library: on NVIDIA's GPUs, in float32."""
+def has_kernel(x: Any, kernel: Any, precision: lax.PrecisionLike = None) -> bool:
+    """Whether a convolution of arrays (or their shapes) is one kernel of this library: NVIDIA's GPUs, float32."""
     if precision is not None or not kernels.available():
         return False
     from fedbraid.lowering.kernels.convolution import pays
@@ -237,7 +243,7 @@ def has_kernel(x: Array | jax.ShapeDtypeStruct, kernel: Array | jax.ShapeDtypeSt
     return pays(x, kernel)
 
 
-def winograd_pays(b: int, h: int, w: int, channels: int, dtype) -> bool:
+def winograd_pays(b: int, h: int, w: int, channels: int, dtype: DTypeLike) -> bool:
     """Whether a 3x3 convolution with an output of b images of h x w is faster by tiles than by patches.
 
     This is mostly so on a CPU. On a GPU both need about the same memory traffic, but tiles need full precision while
@@ -262,7 +268,9 @@ def patches(x: Array, window: tuple[int, int], strides: tuple[int, int] = (1, 1)
     return taps[0] if len(taps) == 1 else jnp.concatenate(taps, axis=-1)
 
 
-def window_counts(x: Array, window: tuple[int, int], strides: tuple[int, int], pads: Pads = ((0, 0), (0, 0))) -> tuple:
+def window_counts(
+    x: Array, window: tuple[int, int], strides: tuple[int, int], pads: Pads = ((0, 0), (0, 0))
+) -> tuple[int, int]:
     """How many windows fit images [B, H, W, C], down and across."""
     sizes = [x.shape[1 + axis] + sum(pads[axis]) for axis in (0, 1)]
     h, w = ((sizes[axis] - window[axis]) // strides[axis] + 1 for axis in (0, 1))
@@ -300,7 +308,7 @@ def max_pool(x: Array, window: int = 2) -> Array:
     return window_max(x, (2, 4))
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
+@partial(jax.custom_jvp[Array], nondiff_argnums=(1,))
 def window_max(x: Array, axes: tuple[int, ...]) -> Array:
     """``x.max(axes)`` whose gradient goes to the first largest entry only: cheaper than dividing it among ties."""
     return x.max(axes)

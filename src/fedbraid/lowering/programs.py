@@ -75,7 +75,7 @@ def lower_metrics(metrics: Callable, options: LoweringOptions) -> Callable:
     return as_metrics(metrics).through(lambda function: lower_function(function, how))
 
 
-def precision_of(options: LoweringOptions) -> AbstractContextManager:
+def precision_of(options: LoweringOptions) -> AbstractContextManager[Any]:
     """A context in which matrix products are traced with the precision of the options."""
     how = PRECISIONS[options.precision]
     return nullcontext() if how is None else jax.default_matmul_precision(how)

@@ -141,7 +141,9 @@ def value_of(value: Any) -> Array:
 # --- one step --------------------------------------------------------------------------------------------------------
 
 
-def run_step(step: ClosedJaxpr, sites: tuple[Site, ...], slot, k, rest, rows):
+def run_step(
+    step: ClosedJaxpr, sites: tuple[Site, ...], slot: Array, k: Array, rest: list[Array], rows: tuple[Rows, ...]
+) -> tuple[list[Array], tuple[Rows, ...]]:
     """One step of one client. Returns the carry's other leaves, and the rows, those of this step included."""
     # A lane whose queue is empty keeps stepping a client that has ended. Its results are discarded.
     leaves = [Leaf(s, each, jnp.minimum(k * s.rows, s.most)) for s, each in zip(sites, rows, strict=True)]
@@ -150,7 +152,7 @@ def run_step(step: ClosedJaxpr, sites: tuple[Site, ...], slot, k, rest, rows):
     return [value_of(value) for value in outputs], after
 
 
-def follow_step(step: ClosedJaxpr, slot, k, rest, leaves: list[Leaf]) -> list[Any]:
+def follow_step(step: ClosedJaxpr, slot: Array, k: Array, rest: Iterable[Array], leaves: list[Leaf]) -> list[Any]:
     """The outputs of a step, arrays or sums, in the order of the carry's leaves."""
     inputs = list(rest)
     for leaf in leaves:

@@ -55,7 +55,7 @@ def computed_by(fast: Callable, plain: Callable) -> Callable:
     return function
 
 
-linear_p = Primitive("linear")  # kept: the number of arguments in which it is not linear
+linear_p: Primitive = Primitive("linear")  # kept: the number of arguments in which it is not linear
 linear_p.multiple_results = True
 
 

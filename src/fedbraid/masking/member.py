@@ -97,7 +97,9 @@ def deal(secure: Secure, member: Member, keys: Mapping[int, bytes]) -> tuple[Mem
     return member, sealed, k.commitment(seed)
 
 
-def mask(secure: Secure, member: Member, received: Mapping[int, bytes], words: Words) -> tuple[Member, list]:
+def mask(
+    secure: Secure, member: Member, received: Mapping[int, bytes], words: Words
+) -> tuple[Member, list[np.ndarray]]:
     """The upload with the client's own mask and one mask for each client of ``received``, and the member after it."""
     _check_step(member, "dealt")
     _check_many(secure, len(received) + 1, "dealt shares")

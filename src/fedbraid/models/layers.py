@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from fedbraid.lowering.operations import Dense
 from fedbraid.models.model import check_sizes
@@ -18,7 +19,7 @@ __all__ = ["as_floats", "batch_norm", "conv_init", "dense_init", "dropout", "glo
 Array = jax.Array
 
 
-def glorot_uniform(key: Array, shape: Sequence[int], dtype=jnp.float32) -> Array:
+def glorot_uniform(key: Array, shape: Sequence[int], dtype: DTypeLike = jnp.float32) -> Array:
     """Uniform on +-sqrt(6 / (fan_in + fan_out)): Glorot and Bengio, 2010, Keras' default for dense and convolution.
 
     The last two axes are (in, out); axes before them are a convolution's window, which multiplies both fans.

@@ -272,7 +272,7 @@ def _cotangent_loop(u: Array, c: Array, gates: Array, dh: Array) -> Array:
     return jax.lax.scan(step, start, (dh, *_slopes(c, gates)), reverse=True)[1]
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(2,))
+@partial(jax.custom_jvp[Array], nondiff_argnums=(2,))
 def recurrence(inputs: Array, u: Array, compute: Compute = "float32") -> Array:
     """States h [T, B, hidden] of an LSTM whose gates, before activation, are inputs [T, B, 4 hidden] + h_before @ u."""
     return _states(inputs, _rounded(u, compute))[0]

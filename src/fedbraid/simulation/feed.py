@@ -15,6 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from fedbraid.core import Algorithm
+from fedbraid.data.federated import Split
 from fedbraid.data.store import gather
 from fedbraid.simulation.asynchrony import Jobs
 from fedbraid.simulation.devices import place, replicated, sharded
@@ -39,6 +41,16 @@ class Portion(NamedTuple):
 
 class Feed:
     """Lays out the cohorts of a run, round by round, for one algorithm, plan and data set."""
+
+    task: Task
+    plan: Plan
+    mesh: Mesh
+    options: EngineOptions
+    alg: Algorithm
+    split: Split
+    seed: int
+    stream: bool
+    window: int
 
     def __init__(
         self,

@@ -41,12 +41,18 @@ def _join(parts: list[Any], put: str) -> Any:
 class History:
     """The columns of a run. If several points run together, the first axis is the points and the last is the rounds."""
 
+    traffic: Cost
+    cohort: int
+    steps: int
+    masked: int
+    imbalance: float  # summed over rounds
+
     def __init__(self, traffic: Cost, cohort: int) -> None:
         self.traffic, self.cohort = traffic, cohort
         self.logs: list[Columns] = []
         self.evaluations: list[Columns] = []
         self.steps = self.masked = 0
-        self.imbalance = 0.0  # summed over rounds
+        self.imbalance = 0.0
 
     def add_rounds(self, loads: list[list[Load]], log: Columns, times: list[RoundTime] | None = None) -> None:
         """Add completed rounds: their load by exchange, the columns that the program returned, and simulated time."""

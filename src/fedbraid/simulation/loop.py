@@ -81,6 +81,10 @@ class RoundLoop:
         checkpoints.
     """
 
+    driver: Driver
+    schedule: Schedule
+    tell: Callable[[], Any] | None
+
     def __init__(self, driver: Driver, schedule: Schedule, tell: Callable[[], Any] | None = None) -> None:
         self.driver, self.schedule, self.tell = driver, schedule, tell
 

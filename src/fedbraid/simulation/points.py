@@ -17,6 +17,7 @@ import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedbraid import address
 from fedbraid.core import Algorithm
-from fedbraid.costs import cost, data_shapes, nbytes
+from fedbraid.costs import Cost, cost, data_shapes, nbytes
 from fedbraid.data.federated import Split
 from fedbraid.lowering import captured, notice_unmet
 from fedbraid.metric import declared_by, is_client_column
@@ -69,6 +70,17 @@ class Points:
     seeds: the seeds that will be run. Blocks of streamed data are large enough for the cohorts of all of them.
     """
 
+    study: Study
+    options: EngineOptions
+    schedule: Schedule
+    seeds: tuple[int, ...]
+    on_host: bool
+    folder: Path | None
+    sharding: NamedSharding
+    program: Callable[..., Any]
+    look: Callable[..., Any]
+    size: int
+
     def __init__(
         self,
         study: Study,
@@ -82,47 +94,47 @@ class Points:
     ) -> None:
         self.study, self.options, self.schedule, self.seeds = study, options, schedule, tuple(seeds)
         split = study.data.train
-        self.base = study.build(study.first, study.data)
+        self.base: PointTask = study.build(study.first, study.data)
         alg = self.base.task.algorithm
         params = jax.eval_shape(lambda: self.base.init(self.seeds[0]))
         devices = client_mesh(options.devices)
-        self.stream = streams(options, split, devices)
+        self.stream: bool = streams(options, split, devices)
         # with states on the host, each exchange is one call that uses all devices, so points are not spread over them
         self.on_host, self.folder = states_on_host(alg, params, split.num_clients, options, devices, points=points)
         many = devices.devices.size
-        self.own_points = many > 1 and not self.stream and not self.on_host and points >= many
-        self.mesh = Mesh(devices.devices, (AXIS,)) if self.own_points else devices
-        self.inner = Mesh(devices.devices[:1], devices.axis_names) if self.own_points else devices
+        self.own_points: bool = many > 1 and not self.stream and not self.on_host and points >= many
+        self.mesh: Mesh = Mesh(devices.devices, (AXIS,)) if self.own_points else devices
+        self.inner: Mesh = Mesh(devices.devices[:1], devices.axis_names) if self.own_points else devices
         self.sharding = NamedSharding(self.mesh, PartitionSpec(AXIS) if self.own_points else PartitionSpec())
         with recorded_losses() as losses:
-            self.traffic = cost(alg, params, study.data)
+            self.traffic: Cost = cost(alg, params, study.data)
         check_padding(losses, alg, params, split)
         task = self.base.task
         check_timing(task, params)
         if task.timing is not None:
             cohort = task.timing.uploads
         options = without_lanes(options, self.inner) if task.is_asynchronous else options
-        self.plan = choose_plan(alg, params, study.data, self.inner, options, cohort)
+        self.plan: Plan = choose_plan(alg, params, study.data, self.inner, options, cohort)
         if self.plan.kind == "lanes" and options.chunk == "auto" and points > 1:
             self.plan = self.plan._replace(chunk=min(self.plan.chunk, _useful_lanes(self.plan, alg, split)))
         notice_unmet(alg, params, data_shapes(study.data), options, self.plan.lanes)
         window = min(WINDOW, schedule.rounds, schedule.evaluate_every or schedule.rounds)
         timeline = timelines(task, self.traffic)
         sizes: dict[str, Any] = {"seed": self.seeds[0], "window": window, "stream": self.stream}
-        self.feed = Feed(task, self.plan, self.mesh, options, **sizes, timeline=timeline)
-        self.places = 0
+        self.feed: Feed = Feed(task, self.plan, self.mesh, options, **sizes, timeline=timeline)
+        self.places: int = 0
         if task.is_asynchronous and timeline is not None:
             self.places = max(timeline(seed).places(schedule.rounds) for seed in self.seeds)
         for seed in self.seeds:
             self.feed.seed = seed
             self.feed.reserve(range(schedule.rounds))
         test = study.test
-        self.test = None if test is None else jax.device_put(in_batches(test), replicated(self.mesh))
+        self.test: Any = None if test is None else jax.device_put(in_batches(test), replicated(self.mesh))
         self.own: Layout | None = None
         if test is not None and has_own_models(alg, study.data, test):
             self.own = layout_of(test, alg, params)
         spread = nbytes(params) >= WIDE
-        self.point = OnePoint(study, self.base, self.options, self.inner, self.stream, spread, self.own)
+        self.point: OnePoint = OnePoint(study, self.base, self.options, self.inner, self.stream, spread, self.own)
         self._fit(points if most is None else min(points, most))
 
     # -- programs

@@ -101,6 +101,15 @@ class CompiledRounds:
     every evaluation.
     """
 
+    programs: Callable[[Plan], Program]
+    feed: Feed
+    history: History
+    points: int | None
+    program: Program
+    done: int
+    server: PyTree
+    host_states: HostStates | None
+
     def __init__(
         self,
         programs: Callable[[Plan], Program],
@@ -119,14 +128,14 @@ class CompiledRounds:
         self.seconds = CALL
         self.evaluated: Callable[[], None] | None = None
         self.program = programs(feed.plan)
-        self.sharding = replicated(feed.mesh) if sharding is None else sharding
+        self.sharding: Any = replicated(feed.mesh) if sharding is None else sharding
         self.done = 0
         self._pace: float | None = None  # seconds per round in the last call; None before the second call
         self._calls = 0
         self._stream: Iterator[Portion] | None = None
         self._end = 0  # the last round of the stream
         key = jax.random.key(feed.seed)
-        self.seed_key = place(key, replicated(feed.mesh)) if hosts.several() else key
+        self.seed_key: jax.Array = place(key, replicated(feed.mesh)) if hosts.several() else key
         if any(exchange.sealed is not None for exchange in feed.alg.exchanges):
             say_noise_is_seeded()
         check_cohort_size(feed.alg, min(feed.plan.cohort, feed.split.num_clients))
@@ -136,7 +145,7 @@ class CompiledRounds:
         population, axis = self.feed.split.num_clients, 0 if self.points is None else 1
         self.server = self._placed(strong(start.server))
         self.past = None if start.past is None else self._placed(start.past)
-        self.first = strong(start.client)
+        self.first: PyTree = strong(start.client)
         self.host_states = HostStates(self.first, population, start.folder) if start.on_host else None
         self.states: PyTree = ()
         if not start.on_host:

@@ -150,10 +150,13 @@ class Meter:
     stage: makes the driver of a run under a plan; most: largest number of rounds in a timing.
     """
 
+    stage: Callable[[Plan], CompiledRounds]
+    most: int
+
     def __init__(self, stage: Callable[[Plan], CompiledRounds], most: int) -> None:
         self.stage, self.most = stage, most
         self.number: int | None = None  # rounds in a timing, chosen by the speed of the first candidate
-        self.best = float("inf")
+        self.best: float = float("inf")
 
     def __call__(self, plan: Plan) -> float | None:
         try:

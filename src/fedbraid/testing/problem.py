@@ -37,12 +37,12 @@ def clients(seed: int = 0, dtype: Any = np.float64) -> Split:
     return Split.from_clients(out)
 
 
-def outputs(params: Any, batch: dict) -> Any:
+def outputs(params: Any, batch: dict[str, Any]) -> Any:
     """The model: an affine function."""
     return batch["x"] @ params["w"] + params["b"]
 
 
-def loss(params: Any, batch: dict, key: Any) -> Any:
+def loss(params: Any, batch: dict[str, Any], key: Any) -> Any:
     """Half the mean squared residual over the real examples of a batch."""
     del key
     residual = outputs(params, batch) - batch["y"]

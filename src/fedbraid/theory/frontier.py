@@ -17,7 +17,7 @@ which is symmetric in rho and Delta (docs/theory/frontiers.md). Logarithms also 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -255,7 +255,7 @@ def pareto_frontier(
     values: Sequence[float] | np.ndarray | None = None,
     steps: int | None = None,
     gamma: float | None = None,
-    gamma_of_steps=None,
+    gamma_of_steps: Callable[[int], float] | None = None,
     alpha: float = 0.0,
     momentum: Momentum = "none",
     eigenvalues: ArrayLike | None = None,

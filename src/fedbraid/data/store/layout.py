@@ -22,7 +22,9 @@ class TextRows(Sequence[str]):
     (3, 'or', ['or', 'not'])
     """
 
-    dtype = np.dtype(object)
+    dtype: np.dtype[Any] = np.dtype(object)
+    blob: np.ndarray
+    rows: np.ndarray
 
     def __init__(self, blob: np.ndarray, rows: np.ndarray):
         self.blob, self.rows = blob, rows

@@ -137,6 +137,15 @@ class StoreWriter:
     drop_empty: leave out clients without examples, instead of an error.
     """
 
+    path: Path
+    name: str
+    info: dict[str, Any]
+    preprocess: Pipeline | None
+    shuffle: int | None
+    drop_empty: bool
+    overwrite: bool
+    dropped: int  # number of clients that were left out
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -167,7 +176,7 @@ class StoreWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind, value, trace) -> None:
+    def __exit__(self, kind: object, value: object, trace: object) -> None:
         if kind is None:
             try:
                 self._finish()

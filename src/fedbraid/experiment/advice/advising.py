@@ -17,7 +17,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -63,7 +63,7 @@ class AdviceSettings(BaseModel):
     the best setting. metric: default the loss. target: the value that matters; default several levels.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True)
     budget: str | None = None
     methods: tuple[str, ...] = ()
     local_work: tuple[Annotated[int, Field(ge=1)], ...] = (1,)

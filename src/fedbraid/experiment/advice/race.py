@@ -36,6 +36,7 @@ from fedbraid.experiment.config import Config
 from fedbraid.experiment.lab import Lab, SweepSettings
 from fedbraid.experiment.trials import Row, Trials
 from fedbraid.experiment.tuning import advance
+from fedbraid.metric import Metric
 from fedbraid.simulation.plan import steps_of
 from fedbraid.simulation.points import Points, PointsResult
 
@@ -99,6 +100,20 @@ class RaceNews(NamedTuple):
 class Race:
     """The settings of several methods on the same data, run to growing horizons. ``last``: the longest of them."""
 
+    config: Config
+    methods: tuple[Method, ...]
+    settings: SweepSettings
+    data: FederatedData
+    held: tuple[FederatedData, str]
+    trials: Trials
+    on_news: Callable[[RaceNews], Any] | None
+    budget: Budget
+    metric: Metric
+    elapsed: float
+    compiling: float
+    planned: float
+    spent: float
+
     def __init__(
         self,
         track: Track,
@@ -110,11 +125,11 @@ class Race:
     ) -> None:
         self.config, self.methods, self.settings, self.data, self.held = track
         self.trials, self.on_news, self.budget = trials, on_news, budget or Budget()
-        self.horizons = horizons_of(last)
+        self.horizons: tuple[int, ...] = horizons_of(last)
         self.programs: dict[tuple[str, int], tuple[Lab, Points]] = {}
         self.places: dict[Setting, tuple[str, Config, dict[str, Any]]] = {}
         self.kept: dict[tuple[Setting, int], PointsResult] = {}
-        self.seeds = self.settings.seed_list[: self.settings.seeds - MORE_SEEDS]
+        self.seeds: list[int] = self.settings.seed_list[: self.settings.seeds - MORE_SEEDS]
         self.rows: dict[tuple[Setting, int, int], Row] = {
             (setting_of(row), row["seed"], row["rounds"]): row for row in trials.rows
         }
@@ -124,12 +139,12 @@ class Race:
         self.ids: dict[Setting, int] = {}
         self.best: Setting | None = None
         self.target: float | None = None
-        self.reached = 0  # the longest horizon that was compared
+        self.reached: int = 0  # the longest horizon that was compared
         self.costs: dict[str, int] = {}
         experiment = assemble(self.config, self.held[0])
-        self.model_bytes = nbytes(experiment.shapes)
-        self.stateful = MANY * self.held[0].train.num_clients * self.model_bytes <= STATES
-        self.start = self._start()
+        self.model_bytes: int = nbytes(experiment.shapes)
+        self.stateful: bool = MANY * self.held[0].train.num_clients * self.model_bytes <= STATES
+        self.start: float = self._start()
 
     def _start(self) -> float:
         """The metric of the initial models with its sign, averaged over the tuning seeds."""

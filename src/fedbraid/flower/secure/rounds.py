@@ -67,9 +67,13 @@ def secure_rounds(
 class SecureRounds:
     """Collects the sum of the uploads of an exchange, without seeing single ones."""
 
+    secure: Secure
+    summands: list[Summand]
+    requests: Requests
+
     def __init__(self, secure: Secure, summands: list[Summand], requests: Requests) -> None:
         self.secure, self.summands, self.requests = secure, summands, requests
-        self.need = max(secure.threshold, requests.policy.minimum)
+        self.need: int = max(secure.threshold, requests.policy.minimum)
 
     def collect(
         self, index: int, asked: Asked, order: Callable[[str], Asked], draw: Callable[[], list[int]]

@@ -43,7 +43,9 @@ class SecureSite:
     def __init__(self, secure: Secure, alg: Algorithm) -> None:
         check_sums(alg)
         self.secure = secure
-        self.lifts = [jax.jit(partial(_lifted, exchange)) for exchange in alg.exchanges]
+        self.lifts: list[Callable[..., tuple[Any, PyTree]]] = [
+            jax.jit(partial(_lifted, exchange)) for exchange in alg.exchanges
+        ]
 
     def actions(self) -> dict[str, Handler]:
         return {KEYS: self.keys, DEAL: self.deal, OPEN: self.open}

@@ -72,8 +72,8 @@ def _as_matrix(weights: Array, geometry: Geometry, channels: int) -> Array:
 # ReLU(convolution + bias)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(2, 3))
-def convolve_relu(x: Array, weights: Array, geometry: Geometry, dtype=jnp.float32) -> Array:
+@partial(jax.custom_jvp[Array], nondiff_argnums=(2, 3))
+def convolve_relu(x: Array, weights: Array, geometry: Geometry, dtype: Any = jnp.float32) -> Array:
     """Images [B, H, W, C] with weights [kh kw C + 1, O] to ReLU(convolution + bias) [B, h, w, O] of type ``dtype``."""
     kernel = _as_matrix(weights, geometry, x.shape[-1])
     kernel = kernel.astype(dtype) if x.dtype == dtype else kernel

@@ -43,7 +43,7 @@ def fits(queries: int, keys: int, size: int) -> bool:
     return max(queries, keys) <= LONGEST and size <= WIDEST and power(keys) * power(size) <= LONGEST * 64
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(2,))
+@partial(jax.custom_jvp[Array], nondiff_argnums=(2,))
 def attend(sources: tuple[Array, ...], given: tuple[Array | None, Array | None], heads: Heads) -> Array:
     """`fedbraid.lowering.attention.plainly`, as a kernel: forwards one, backwards one. ``given``: bias and mask."""
     return _forward(sources, *given, heads=heads)

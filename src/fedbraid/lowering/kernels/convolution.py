@@ -59,7 +59,7 @@ class Tiles(NamedTuple):
     split: int = 8  # programs that share the positions of one kernel's gradient
 
 
-def pays(x: Array | jax.ShapeDtypeStruct, kernel: Array | jax.ShapeDtypeStruct) -> bool:
+def pays(x: Any, kernel: Any) -> bool:
     """Whether this kernel is used for these arrays: products in a lower precision than float32 are allowed.
 
     In float32 (TF32 factors) it is used with few channels only. With many, a product over patches does more arithmetic
@@ -106,7 +106,7 @@ def _gradient_tiles(x: Array, dy: Array, geometry: Geometry) -> Tiles:
     return _narrow_tiles(channels, geometry.window, out, 64)._replace(warps=4, stages=2)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(2,))
+@partial(jax.custom_jvp[Array], nondiff_argnums=(2,))
 def convolve(x: Array, kernel: Array, geometry: Geometry) -> Array:
     """Images [B, H, W, C] with a kernel [kh, kw, C, O] to [B, h, w, O]."""
     return _forward(x, kernel, geometry, dtype=kernel.dtype)

@@ -8,7 +8,7 @@ others. Each client has its own count of filled rows.
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ INNER = {2: Tiles(rows=32, columns=128, warps=4, stages=3, split=6), 4: Tiles(32
 OUTER = {2: Tiles(rows=64, columns=128, warps=4, stages=2), 4: Tiles(rows=16, columns=256, warps=4, stages=4)}
 
 
-def empty(shape: tuple[int, ...], dtype) -> Array:
+def empty(shape: tuple[int, ...], dtype: Any) -> Array:
     """An uninitialised buffer."""
     return pl.pallas_call(
         lambda _: None,

@@ -35,7 +35,7 @@ KEPT, KEPT_BACK = 160, 96  # values that a thread keeps: more registers leave fe
 LEAST_CHANNELS = 32  # of a program that takes some of an image's groups: neighbours in memory
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(3,))
+@partial(jax.custom_jvp[Array], nondiff_argnums=(3,))
 def normalise(x: Array, weights: Weights, residual: Array | None, norm: Norm) -> Array:
     """`plainly`, as a kernel: forwards one, backwards one."""
     return _forward(x, weights, residual, norm)[0]

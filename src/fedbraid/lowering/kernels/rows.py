@@ -34,7 +34,7 @@ BLOCK = 8192  # values that a program takes
 WARPS = 4
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(2,))
+@partial(jax.custom_jvp[Array], nondiff_argnums=(2,))
 def normalise_rows(x: Array, weights: Weights, norm: RowNorm) -> Array:
     """`fedbraid.lowering.row_norm.plainly`, as a kernel: forwards one, backwards one. x [N, C]."""
     return _forward(x, weights, norm=norm)
@@ -57,7 +57,7 @@ def _slowly_back(x: Array, weights: Weights, dy: Array, *, norm: RowNorm) -> tup
     return jax.vjp(partial(plainly, norm=norm), x, weights)[1](dy)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(4,))
+@partial(jax.custom_jvp[tuple[Array, Array]], nondiff_argnums=(4,))
 def add_normalise_rows(r: Array, a: Array, bias: Array, weights: Weights, norm: RowNorm) -> tuple[Array, Array]:
     """``x = r + a + bias`` and the norm of x, as a kernel: forwards one, backwards one."""
     return _add_forward(r, a, bias, weights, norm=norm)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as gpu
@@ -16,7 +18,16 @@ def power(n: int, least: int = 16, most: int = 1 << 30) -> int:
     return min(max(1 << (n - 1).bit_length(), least), most)
 
 
-def load(ref, rows: Array, columns: Array, height, width: int, *, at: tuple = (), whole: bool = False) -> Array:
+def load(
+    ref: Any,
+    rows: Array,
+    columns: Array,
+    height: int | Array,
+    width: int,
+    *,
+    at: tuple[Any, ...] = (),
+    whole: bool = False,
+) -> Array:
     """ref[at][rows][:, columns], zero for rows >= ``height`` and columns >= ``width``.
 
     whole: there are no such rows and columns, so that no mask is needed.
@@ -28,14 +39,22 @@ def load(ref, rows: Array, columns: Array, height, width: int, *, at: tuple = ()
 
 
 def store(
-    ref, rows: Array, columns: Array, height, width: int, values: Array, *, at: tuple = (), whole: bool = False
+    ref: Any,
+    rows: Array,
+    columns: Array,
+    height: int | Array,
+    width: int,
+    values: Array,
+    *,
+    at: tuple[Any, ...] = (),
+    whole: bool = False,
 ) -> None:
     """ref[at][rows][:, columns] = values for rows < ``height`` and columns < ``width``; ``whole`` as in `load`."""
     rows, columns, inside = _places(rows, columns, height, width)
     gpu.store(ref.at[(*at, rows, columns)], values.astype(ref.dtype), mask=None if whole else inside)
 
 
-def _places(rows: Array, columns: Array, height, width: int) -> tuple[Array, Array, Array]:
+def _places(rows: Array, columns: Array, height: int | Array, width: int) -> tuple[Array, Array, Array]:
     shape = (rows.shape[0], columns.shape[0])
     inside = jnp.broadcast_to((rows < height)[:, None] & (columns < width)[None, :], shape)
     return jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape), inside
