@@ -420,6 +420,7 @@ class Fold(NamedTuple):
     batches: Batches
 
     def run(self, down: PyTree, state: PyTree, data: ClientData, key: Any) -> Any:
+        """The result of a fold over all batches of a client's data."""
         carry = jax.lax.fori_loop(
             0,
             self.batches.count(data.size),

@@ -71,6 +71,7 @@ class Metric:
 
     @property
     def lower_is_better(self) -> bool:
+        """Whether lower values are better."""
         return self.better == "lower"
 
     @property
@@ -79,9 +80,11 @@ class Metric:
         return -1.0 if self.lower_is_better else 1.0
 
     def is_better(self, value: Any, *, than: Any) -> bool:
+        """Whether ``value`` is strictly better than ``than``."""
         return bool(self.sign * value > self.sign * than)
 
     def best(self, values: Iterable[Any]) -> Any:
+        """The best of some values."""
         return max(values, key=lambda value: self.sign * value)
 
     def reached(self, values: Any, target: float) -> Any:

@@ -61,18 +61,22 @@ class Split:
 
     @property
     def num_clients(self) -> int:
+        """The number of clients."""
         return len(self.offsets) - 1
 
     @property
     def num_examples(self) -> int:
+        """The number of examples of all clients together."""
         return int(self.offsets[-1])
 
     @property
     def sizes(self) -> np.ndarray:
+        """Every client's number of examples."""
         return np.diff(self.offsets)
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all arrays."""
         return sum(a.nbytes for a in self.arrays.values())
 
     def __repr__(self) -> str:
@@ -91,6 +95,7 @@ class Split:
         return {name: a[rows] for name, a in self.arrays.items()}
 
     def name_of(self, i: int) -> str:
+        """Client ``i`` in words, with its id if there is one."""
         return f"client {i} ({self.ids[i]})" if len(self.ids) else f"client {i}"
 
     def check(self, *, empty_ok: bool = False, finite: bool = True) -> None:
@@ -208,6 +213,7 @@ class FederatedData:
         return {name: split for name, split in named.items() if split is not None}
 
     def check(self) -> None:
+        """Refuse bad splits (see ``Split.check``), and splits with other fields than train."""
         self.train.check()
         for name, split in self.splits.items():
             if name == "train":

@@ -140,6 +140,7 @@ class Pipeline:
 
     @classmethod
     def of(cls, *steps: Mapping[str, Any]) -> Pipeline:
+        """A pipeline of steps in their JSON form; unknown names and options are errors."""
         out = []
         for step in steps:
             options = dict(step)
@@ -157,6 +158,7 @@ class Pipeline:
         return cls(tuple(out))
 
     def spec(self) -> list[dict[str, Any]]:
+        """The steps in their JSON form: the name and the options of each."""
         return [{"name": name, **dict(options)} for name, options in self.steps]
 
     def __call__(self, batch: Batch, key: Any, train: bool) -> dict[str, Any]:

@@ -222,6 +222,7 @@ def _is_number(kind: Any) -> bool:
 
 
 def is_text(kind: Any) -> bool:
+    """Whether a type of pyarrow holds strings."""
     types = need("pyarrow").types
     view = getattr(types, "is_string_view", lambda kind: False)
     return (

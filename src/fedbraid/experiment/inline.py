@@ -77,6 +77,7 @@ class Report:
     folders: tuple[Path, ...]
 
     def save(self, path: str | Path) -> Path:
+        """Write the page to a file; returns its path."""
         files.write_text(Path(path), self.page)
         return Path(path)
 
@@ -113,6 +114,7 @@ class Compared:
         return {row["label"]: row.get("score") for row in self.summary["methods"]}
 
     def report(self, title: str | None = None) -> Report:
+        """The report of the comparison as one HTML page."""
         return report(self.folder, title=title)
 
     def _rows(self) -> list[tuple[str, str, str]]:

@@ -106,6 +106,7 @@ def create(folder: Path, config: Config) -> None:
 
 
 def write_config(folder: Path, config: Config) -> None:
+    """Write the configuration of a run, with a checksum."""
     files.write_text(folder / CONFIG, seal_lines(dump(config)))
 
 
@@ -223,6 +224,7 @@ def columns(history: Mapping[str, Any], evaluations: Mapping[str, Any], rounds: 
 
 
 def write_metrics(folder: Path, table: Mapping[str, np.ndarray]) -> None:
+    """Write the table of metrics."""
     _write_table(folder / METRICS, table)
 
 
@@ -308,4 +310,5 @@ def read_summary(folder: Path) -> RunSummary:
 
 
 def write_summary(folder: Path, summary: RunSummary) -> None:
+    """Write the summary of a run as JSON, with a checksum."""
     files.write_text(folder / SUMMARY, seal_json(summary.to_json()))

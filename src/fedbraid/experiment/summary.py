@@ -71,10 +71,12 @@ class RunSummary:
 
     @property
     def rounds_per_second(self) -> float:
+        """Rounds per second; nan if no time was measured."""
         return self.rounds / self.seconds if self.seconds > 0 else float("nan")
 
     @property
     def deployed(self) -> bool:
+        """Whether the run was a deployment through Flower, not a simulation."""
         return self.engine.get("plan") == "flower"
 
     def rows(self) -> list[tuple[str, str]]:

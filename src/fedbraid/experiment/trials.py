@@ -141,9 +141,11 @@ class Trials:
         self.rows: list[Row] = [] if path is None else _rows_so_far(path)
 
     def of(self, **fixed: Any) -> list[Row]:
+        """The rows whose columns have these values."""
         return [row for row in self.rows if all(row.get(key) == value for key, value in fixed.items())]
 
     def add(self, rows: Sequence[Row]) -> None:
+        """Add rows, and write the file if there is one."""
         self.rows.extend(rows)
         if self.path is not None and rows:
             write_trials(self.path, self.rows, self.about)
@@ -162,6 +164,7 @@ def _rows_so_far(path: Path) -> list[Row]:
 
 
 def write_trials(path: Path, rows: Sequence[Row], about: Mapping[str, Any]) -> None:
+    """Write the rows of a tuning as a Parquet file; ``about`` is stored in its metadata."""
     import pyarrow as pa
 
     columns = list(dict.fromkeys(key for row in rows for key in row))

@@ -71,6 +71,7 @@ class Federation:
 
     @property
     def population(self) -> int:
+        """The number of clients of the federation."""
         return self.description.population
 
     @property

@@ -69,6 +69,7 @@ class InProcessGrid(Grid):
         self.contexts[node] = Context(1, node, dict(config), RecordDict(), {})
 
     def leave(self, node: int) -> None:
+        """Remove a node."""
         del self.contexts[node]
 
     def run_server(self, app: ServerApp) -> None:
@@ -78,19 +79,24 @@ class InProcessGrid(Grid):
     # -- the interface of Flower's Grid
 
     def set_run(self, run: Run) -> None:
+        """Not supported: there is no run."""
         raise NotImplementedError("InProcessGrid has no run: fedbraid's server creates its messages itself")
 
     @property
     def run(self) -> Run:
+        """Not supported: there is no run."""
         raise NotImplementedError("InProcessGrid has no run: fedbraid's server creates its messages itself")
 
     def create_message(self, *args: Any, **kwargs: Any) -> Message:
+        """Not supported: messages are made by the server."""
         raise NotImplementedError("InProcessGrid has no run: fedbraid's server creates its messages itself")
 
     def get_node_ids(self) -> Iterable[int]:
+        """The ids of the nodes."""
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Deliver messages; nodes answer at once. Returns the ids of the messages."""
         ids = []
         for message in messages:
             self.wire.append(("down", serialized_bytes(message)))
@@ -103,9 +109,11 @@ class InProcessGrid(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """The replies to messages with these ids, as far as they have arrived. Each is returned once."""
         return [self._replies.pop(id_) for id_ in list(message_ids) if id_ in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Deliver messages and return the replies to them."""
         del timeout
         return self.pull_messages(self.push_messages(messages))
 

@@ -46,6 +46,7 @@ class Policy(NamedTuple):
     max_examples: int = 10**9
 
     def check(self) -> None:
+        """Refuse values that are out of range."""
         check_number("deadline", self.deadline, low=0, open_low=True)
         check_count("minimum", self.minimum)
         check_choice("too_few", self.too_few, ("wait", "skip", "abort"))

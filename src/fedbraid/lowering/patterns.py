@@ -258,6 +258,7 @@ class LogSum(NamedTuple):
 
 
 def log_sum(node: Node, _: Graph) -> LogSum | None:
+    """The log-sum-exp that ends in this node; None if there is none."""
     if node.name != "log":
         return None
     total = bare(node.args[0])
@@ -295,6 +296,7 @@ class Picked(NamedTuple):
 
 
 def picked(node: Node, _: Graph) -> Picked | None:
+    """The choice of one value per row that this node is; None if it is another operation."""
     if node.name != "gather":
         return None
     x, at = node.args

@@ -26,6 +26,7 @@ def new_private() -> bytes:
 
 
 def public_of(private: bytes) -> bytes:
+    """The public key of a private key."""
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 

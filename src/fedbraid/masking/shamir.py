@@ -88,6 +88,7 @@ def _subsets(points: list[int], size: int) -> Iterator[tuple[int, ...]]:
 
 
 def to_bytes(share: int) -> bytes:
+    """The share as bytes; `from_bytes` reads them."""
     return share.to_bytes(SHARE, "big")
 
 

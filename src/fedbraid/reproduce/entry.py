@@ -44,6 +44,7 @@ class Finding(NamedTuple):
 
     @property
     def within(self) -> bool:
+        """Whether our value is in the band, or the statement holds; False if it was not run."""
         if self.ours is None or isinstance(self.ours, bool):
             return bool(self.ours)
         return bool(math.isfinite(self.ours) and self.low <= self.ours <= self.high)  # json cannot write NumPy's bool
@@ -88,6 +89,7 @@ class Job(NamedTuple):
 
     @property
     def full(self) -> bool:
+        """Whether the size is "full"."""
         return self.size == "full"
 
     def path_of(self, dataset: str) -> Path:

@@ -36,10 +36,12 @@ class Always:
     """Every client is always available."""
 
     def until(self, ids: Any, time: float) -> Any:
+        """Infinity for every client."""
         del time
         return np.full(np.shape(ids), np.inf)
 
     def following(self, ids: Any, time: float) -> Any:
+        """``time`` itself for every client."""
         return np.full(np.shape(ids), time)
 
 
@@ -55,10 +57,12 @@ class DayAndNight:
         return np.mod(time / self.day + self.phase[ids], 1.0)
 
     def until(self, ids: Any, time: float) -> Any:
+        """The end of a client's day if ``time`` is in it, else ``time``."""
         left = self.share - self._hour(ids, time)
         return time + np.where(left > 0, left, 0.0) * self.day
 
     def following(self, ids: Any, time: float) -> Any:
+        """``time`` if it is in a client's day, else the start of the next one."""
         hour = self._hour(ids, time)
         # a little later than the start of the day, because rounding may put its very start into the night
         return time + np.where(hour < self.share, 0.0, (1.0 - hour) * self.day * (1 + 1e-9) + 1e-9 * self.day)
@@ -84,11 +88,13 @@ class Trace:
         return (start, end) if end > time else (start + self.period, end + self.period)
 
     def until(self, ids: Any, time: float) -> Any:
+        """The end of the interval that contains ``time``, else ``time``."""
         found = [self._find(int(i), time) for i in np.ravel(ids)]
         ends = [end if start <= time < np.inf and end < np.inf else time for start, end in found]
         return np.reshape(ends, np.shape(ids))
 
     def following(self, ids: Any, time: float) -> Any:
+        """``time`` if an interval contains it, else the start of the next one."""
         found = [max(self._find(int(i), time)[0], time) for i in np.ravel(ids)]
         return np.reshape(found, np.shape(ids))
 

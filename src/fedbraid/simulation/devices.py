@@ -85,10 +85,12 @@ def place(tree: Any, where: NamedSharding) -> Any:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
+    """The sharding of arrays of which every device has a copy."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def sharded(mesh: Mesh) -> NamedSharding:
+    """The sharding of arrays whose first axis is divided among the devices."""
     return NamedSharding(mesh, PartitionSpec(AXIS))
 
 

@@ -118,6 +118,7 @@ class Feed:
         return Jobs(version, place, weight, np.full(self.plan.devices, arrivals.store, np.int32))
 
     def resident_arrays(self) -> dict[str, Any]:
+        """All examples on the devices; they are copied there at the first call."""
         if self._resident is None:
             put = replicated(self.mesh)
             self._resident = {name: place(np.asarray(a), put) for name, a in self.split.arrays.items()}

@@ -103,6 +103,7 @@ def join(hosts: str, count: int | None = None, index: int | None = None, *, time
 
 
 def several() -> bool:
+    """Whether the run has several processes (hosts)."""
     return jax.process_count() > 1
 
 
@@ -112,6 +113,7 @@ def is_first() -> bool:
 
 
 def number() -> int:
+    """The number of this process, from 0."""
     return jax.process_index()
 
 

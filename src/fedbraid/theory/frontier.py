@@ -71,10 +71,12 @@ class Point(NamedTuple):
 
     @property
     def smoothness(self) -> float:
+        """The surrogate's largest curvature, L~."""
         return math.exp(self.log_smoothness)
 
     @property
     def strong_convexity(self) -> float:
+        """The surrogate's smallest curvature, mu~."""
         return math.exp(self.log_strong_convexity)
 
 

@@ -50,10 +50,12 @@ class QuadraticFederation:
 
     @property
     def num_clients(self) -> int:
+        """The number of clients, m."""
         return self.A.shape[0]
 
     @property
     def dim(self) -> int:
+        """The number of parameters, d."""
         return self.A.shape[1]
 
     @cached_property
@@ -64,6 +66,7 @@ class QuadraticFederation:
 
     @property
     def eigenvalues(self) -> np.ndarray:
+        """Eigenvalues ``[m, d]`` of every ``A_i``, ascending."""
         return self.eigh[0]
 
     @property
@@ -99,6 +102,7 @@ class QuadraticFederation:
 
     @cached_property
     def linear(self) -> np.ndarray:
+        """The linear term ``E_i b_i`` of the overall loss."""
         return self.weights @ self.b
 
     @cached_property
@@ -115,6 +119,7 @@ class QuadraticFederation:
         return float(0.5 * self.weights @ np.einsum("ia,iab,ib->i", away, self.A, away))
 
     def gradient(self, x: ArrayLike) -> np.ndarray:
+        """The gradient of the overall loss at ``x``."""
         return self.hessian @ np.asarray(x, float) - self.linear
 
     def client_gradients(self, x: ArrayLike) -> np.ndarray:

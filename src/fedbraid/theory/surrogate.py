@@ -238,6 +238,7 @@ class Surrogate:
 
     @property
     def strong_convexity(self) -> float:
+        """Smallest eigenvalue of the surrogate's Hessian."""
         return float(np.linalg.eigvalsh(self.hessian)[0] * math.exp(self.log_scale))
 
     @property

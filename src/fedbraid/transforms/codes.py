@@ -51,6 +51,7 @@ class Quantized:
     bucket: int
 
     def decode(self) -> Any:
+        """The array that the code stands for."""
         d, base, many = math.prod(self.shape), 2 * self.levels + 1, per_byte(self.levels)
         places = jnp.asarray([base**j for j in range(many)], jnp.int32)
         digits = (self.packed.astype(jnp.int32)[:, None] // places) % base
@@ -58,6 +59,7 @@ class Quantized:
         return (steps * _spread(self.scale, self.bucket, d)).astype(self.dtype).reshape(self.shape)
 
     def scaled(self, factor: Any) -> Quantized:
+        """The code of the array times ``factor``."""
         return replace(self, scale=self.scale * jnp.asarray(factor, self.scale.dtype))
 
 
@@ -114,10 +116,12 @@ class Sparse:
     shape: tuple[int, ...]
 
     def decode(self) -> Any:
+        """The array that the code stands for."""
         values = decoded(self.values)
         return jnp.zeros(math.prod(self.shape), values.dtype).at[self.places].set(values).reshape(self.shape)
 
     def scaled(self, factor: Any) -> Sparse:
+        """The code of the array times ``factor``."""
         return replace(self, values=scaled(self.values, factor))
 
 

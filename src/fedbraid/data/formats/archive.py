@@ -40,6 +40,7 @@ _DAMAGED = (
 
 
 def is_archive(path: Path) -> bool:
+    """Whether a path is a file with the name of a tar or zip archive."""
     return path.is_file() and path.name.lower().endswith((*_TAR, ".zip"))
 
 
@@ -84,6 +85,7 @@ def open_binary(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_bytes(path: Path) -> bytes:
+    """The content of a file, decompressed if it is compressed."""
     with open_binary(path) as file:
         return file.read()
 

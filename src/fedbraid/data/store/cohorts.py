@@ -26,6 +26,7 @@ class Cohort(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """The bytes of all arrays."""
         return sum(a.nbytes for a in self.arrays.values())
 
 

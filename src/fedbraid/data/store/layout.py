@@ -31,6 +31,7 @@ class TextRows(Sequence[str]):
 
     @classmethod
     def of(cls, strings: Sequence[str]) -> TextRows:
+        """The rows of some strings."""
         encoded = [s.encode() for s in strings]
         lengths = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
         return cls(np.frombuffer(b"".join(encoded), np.uint8), lengths)
@@ -59,10 +60,12 @@ class TextRows(Sequence[str]):
 
     @property
     def shape(self) -> tuple[int]:
+        """The number of strings, as the shape of an array."""
         return (len(self),)
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the text and of its row offsets."""
         return int(self.rows[-1] - self.rows[0]) + self.rows.nbytes
 
 

@@ -87,6 +87,7 @@ def convexity(evidence: QuadraticFederation | Constants | None) -> Assumption:
 
 
 def check_positive(**values: float | None) -> None:
+    """Refuse values that are not positive and finite; the error names the argument."""
     for name, value in values.items():
         if value is None or not (math.isfinite(value) and value > 0):
             raise ValueError(f"{name} must be positive and finite, got {value}")

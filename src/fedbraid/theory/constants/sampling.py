@@ -19,14 +19,22 @@ class Clients(Protocol):
     """Examples grouped by client; `fedbraid.Split` is one. It may have ``preprocess(batch, key, train) -> batch``."""
 
     @property
-    def num_clients(self) -> int: ...
+    def num_clients(self) -> int:
+        """The number of clients."""
+        ...
 
     @property
-    def sizes(self) -> np.ndarray: ...
+    def sizes(self) -> np.ndarray:
+        """Every client's number of examples."""
+        ...
 
-    def client(self, i: int) -> Mapping[str, np.ndarray]: ...
+    def client(self, i: int) -> Mapping[str, np.ndarray]:
+        """Client ``i``'s own examples, by field."""
+        ...
 
-    def name_of(self, i: int) -> str: ...
+    def name_of(self, i: int) -> str:
+        """Client ``i`` in words, for error messages."""
+        ...
 
     def check(self) -> None:
         """Refuse data without examples, with empty clients or with values that are not finite."""

@@ -50,6 +50,7 @@ class Constants:
         return self.mu_client_min.value >= -1e-4 * max(self.L_client_max.value, 1e-30)
 
     def rows(self) -> list[tuple[str, Estimate, str]]:
+        """The estimates as rows of a table: name, estimate and meaning."""
         size = "a client's whole data" if self.batch_size is None else f"batches of {self.batch_size}"
         return [
             ("loss", self.loss, "mean loss"),
