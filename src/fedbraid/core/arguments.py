@@ -35,8 +35,7 @@ def check_number(
     """``value`` if it is a number in the range; else raise a ValueError with the argument, the value and the range."""
     if is_traced(value):
         return value
-    left, right = "(" if open_low else "[", ")" if open_high else "]"
-    allowed = f"a finite number in {left}{low:g}, {high:g}{right}"
+    allowed = "a finite number" + _range(low, high, open_low=open_low, open_high=open_high)
     try:
         array = np.asarray(value, dtype=float)
     except (TypeError, ValueError, OverflowError):
@@ -48,6 +47,19 @@ def check_number(
     if array.ndim or not np.isfinite(array) or not (above and below):
         raise ValueError(f"{name} must be {allowed}, got {value!r}")
     return value
+
+
+def _range(low: float, high: float, *, open_low: bool, open_high: bool) -> str:
+    """A range in words.
+
+    >>> _range(0, math.inf, open_low=True, open_high=False)
+    ' above 0'
+    >>> _range(0, 1, open_low=False, open_high=True)
+    ' of at least 0 and below 1'
+    """
+    ends = [f"above {low:g}" if open_low else f"of at least {low:g}"] if low > -math.inf else []
+    ends += [f"below {high:g}" if open_high else f"of at most {high:g}"] if high < math.inf else []
+    return " " + " and ".join(ends) if ends else ""
 
 
 class StaticValueError(ValueError):
