@@ -164,7 +164,7 @@ class Config(_Section):
     cohort: Annotated[int, Field(ge=1)] | Literal["all"] = 10
     data: Named = Named(name="digits")
     model: Named = Named.model_validate({"name": "mlp", "hidden": [64]})
-    algorithm: Named = Named(name="fedavg")
+    algorithm: Named = Named(name="fedacg")
     transforms: tuple[Named, ...] = ()
     arrival: Arrival = Arrival()
     clock: Clock = Clock()

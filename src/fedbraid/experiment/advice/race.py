@@ -150,7 +150,7 @@ class Race:
             settings = self.settings.model_copy(
                 update={"over": {k: [value] for k, value in point.items()}, "at_once": together}
             )
-            lab = Lab(config, settings, self.data, self.held, statistics=False)
+            lab = Lab(config, settings, self.data, self.held, statistics=False, brief=True)
             self.programs[key] = lab, lab.program([point] * together)
             self.compiling += time.perf_counter() - began
         return *self.programs[key], point
@@ -323,7 +323,7 @@ class Race:
         """Bytes that one client receives and sends in a round."""
         if setting.method not in self.costs:  # the program of several methods sends more than each of them
             experiment = assemble(with_setting(self.config, self.methods, setting), self.held[0])
-            traffic = cost(experiment.algorithm, experiment.params, self.held[0])
+            traffic = cost(experiment.algorithm, experiment.shapes, self.held[0])
             self.costs[setting.method] = traffic.down + traffic.up
         return self.costs[setting.method]
 

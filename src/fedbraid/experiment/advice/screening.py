@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedbraid import address
 from fedbraid.experiment.advice.candidates import CLIENT_RATES, Method, configured, on_lattice
 from fedbraid.experiment.assembly import Experiment
 from fedbraid.experiment.diagnosis.advice import error_terms
 from fedbraid.experiment.diagnosis.measurement import evaluation_loss, settings_of
+from fedbraid.experiment.points import brief_init
 from fedbraid.theory.constants import Constants, Hessians, estimate
 
 __all__ = ["Screening", "screen"]
@@ -70,7 +72,7 @@ def _constants(experiment: Experiment, batch_size: int | None) -> tuple[Constant
     try:
         found = estimate(
             evaluation_loss(experiment),
-            experiment.params,
+            brief_init(experiment)(address.init_key(experiment.config.seed)),
             experiment.data.train,
             clients=CLIENTS,
             batch_size=batch_size,

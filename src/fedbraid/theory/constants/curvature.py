@@ -152,11 +152,13 @@ class _Products:
         self.batches = [{k: jnp.asarray(a[0]) for k, a in member.items()} for member in members]
         self.weights, self.x = sample.weights, x
         product = _product(flat_loss, x, self.batches[0])
-        self._client = product
+        self._product = product
         self._add = jax.jit(lambda total, x, v, batch, w: total + w * product(x, v, batch))
 
     def client(self, i: int, v: np.ndarray) -> np.ndarray:
-        return np.asarray(self._client(self.x, jnp.asarray(v, self.x.dtype), self.batches[i]), np.float64)
+        direction, zero = jnp.asarray(v, self.x.dtype), jnp.zeros_like(self.x)
+        # with the program of `mean`: a program of its own would compile the same product again
+        return np.asarray(self._add(zero, self.x, direction, self.batches[i], 1.0), np.float64)
 
     def mean(self, v: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
         """One client after the other: each product is large enough to fill the device, and memory is needed for one."""
@@ -173,7 +175,7 @@ class _Products:
 
     def dense(self) -> np.ndarray:
         """The full Hessians ``[m, d, d]``."""
-        columns = jax.jit(jax.vmap(self._client, in_axes=(None, 0, None)))
+        columns = jax.jit(jax.vmap(self._product, in_axes=(None, 0, None)))
         eye = jnp.eye(self.x.size, dtype=self.x.dtype)
         H = np.stack([np.asarray(columns(self.x, eye, batch), np.float64) for batch in self.batches])
         return (H + H.transpose(0, 2, 1)) / 2
