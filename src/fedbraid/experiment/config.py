@@ -153,7 +153,8 @@ class Config(_Section):
     cohort [clients]: how many take part in a round; "all": every client in every round.
     data: the data set and how it is divided; other keys are options of the data set and of its partition.
     model: the model; other keys are its options.
-    algorithm: the method; other keys are its options.
+    algorithm: the method; other keys are its options. Without a name it is FedACG, which has the best default rates of
+        all methods in the benchmark of advice; name = "fedavg" gives FedAvg.
     transforms: changes of the method, the first one innermost; other keys of an entry are its options.
     modules: the folder in which modules of names of the form ``module:attribute`` are searched, besides the installed
         ones. It is the folder of the configuration file, and is set only if the file has such a name.
