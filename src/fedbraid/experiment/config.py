@@ -8,6 +8,7 @@ value, the allowed values and the nearest valid name.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -236,12 +237,15 @@ def parse(tree: Mapping[str, Any]) -> Config:
         raise ConfigError("the configuration is nested too deeply") from None
 
 
+_hints = functools.cache(get_type_hints)  # it takes longer than all other checks of a configuration
+
+
 def _refuse_truth_values(tree: Mapping[str, Any], model: type[BaseModel], section: str = "") -> None:
     """Refuse true and false where a number is expected: pydantic would take them for 1 and 0."""
     for key, field in model.model_fields.items():
         value, kind = tree.get(key), field.annotation
         if isinstance(value, Mapping) and dataclasses.is_dataclass(kind):
-            hints = get_type_hints(kind)
+            hints = _hints(kind)
             words = [name for name, given in value.items() if isinstance(given, bool) and hints.get(name) is not bool]
             if words:
                 raise ConfigError(_not_a_truth_value(f"{section}{key}.{words[0]}", value[words[0]]))

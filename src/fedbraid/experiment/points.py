@@ -141,7 +141,7 @@ def measured(experiment: Experiment, data: FederatedData, prefix: str) -> tuple[
 
     Columns of the clients' own models, such as ``test_personal_accuracy``, are among them if the method has any.
     """
-    alg, params, clients = experiment.algorithm, experiment.params, data_shapes(data)
+    alg, params, clients = experiment.algorithm, experiment.shapes, data_shapes(data)
     key = jax.eval_shape(lambda: jax.random.key(0))
     server, state = jax.eval_shape(alg.init, params), jax.eval_shape(alg.init_client, params)
     logged = []
@@ -156,9 +156,9 @@ def measured(experiment: Experiment, data: FederatedData, prefix: str) -> tuple[
     return [prefix + name for name in names], logged
 
 
-def brief_init(experiment: Experiment) -> Callable[[Any], Any]:
-    """The model's ``key -> params`` as one program that compiles fast; it gives the same parameters."""
-    return captured.jit(experiment.model.init, compiler_options=compiler_options(DRAWS))
+def brief_init(experiment: Experiment, options: Mapping[str, Any] = DRAWS) -> Callable[[Any], Any]:
+    """The model's ``key -> params`` as one program that compiles fast; with `DRAWS` it gives the same parameters."""
+    return captured.jit(experiment.model.init, compiler_options=compiler_options(options))
 
 
 def points_program(
