@@ -316,5 +316,5 @@ def test_a_configuration_without_a_method_runs_fedacg_and_fedavg_is_one_setting_
     given = load_config(settings=["algorithm.client_lr=0.05", "algorithm.epochs=2"])
     assert (given.algorithm.name, given.algorithm.options) == ("fedacg", {"client_lr": 0.05, "epochs": 2})
     assert load_config(settings=["algorithm.name=fedavg"]).algorithm.name == "fedavg"
-    made = build(load_config(settings=["data.clients=4", "model.hidden=[4]"]))
+    made = build(load_config(settings=["data.clients=4", "model.hidden=[4]", "cohort=2"]))
     assert type(made.algorithm.init(made.params)).__name__ == "AcgState"
