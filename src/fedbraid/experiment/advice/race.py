@@ -43,7 +43,7 @@ __all__ = ["MORE_SEEDS", "Budget", "Race", "RaceNews", "Track", "horizons_of"]
 
 TOGETHER = 4  # settings in one program
 MANY = 8  # the same for the program of several methods, if the model is small
-SMALL = 20_000  # bytes of a model; for larger ones, empty places in a program cost more than a further call
+SMALL = 4_000  # bytes of a model; for larger ones, empty places in a program cost more than a further call
 STATES = 2**28  # bytes of the clients' states in a program with SCAFFOLD at most; else it has a program of its own
 PARTS = (6, 2, 1)  # settings are compared after these parts of the longest trials
 LEAST = 6  # rounds of the first horizon at least
