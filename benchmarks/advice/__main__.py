@@ -7,7 +7,8 @@
     python benchmarks/advice score     NAME ... --data DATA --out OUT --candidate 'LABEL=METHOD {"client_lr": 0.3}' ...
     python benchmarks/advice advise    NAME ... --data DATA --out OUT --hook MODULE:FUNCTION [--label advice]
     python benchmarks/advice config    NAME --data DATA
-    python benchmarks/advice table     [NAME ...] --out OUT [--page docs/advice-benchmark.md]
+    python benchmarks/advice pack      [NAME ...] --out OUT --results FILE
+    python benchmarks/advice table     [NAME ...] --out OUT [--results FILE] [--page docs/advice-benchmark.md]
 
 - prepare writes the federations as NPZ files; FILES is a folder with femnist/ and tff-shakespeare/
 - reference tunes and tests the reference methods, and sets the target
@@ -15,7 +16,8 @@
 - score measures candidates: a method and its options; METHOD alone runs it as it is
 - advise calls a function of (configuration as nested mappings) that returns a mapping with algorithm, options,
   client_work and seconds, and measures what it advises
-- config prints a federation as a configuration (TOML); table writes the page
+- config prints a federation as a configuration (TOML)
+- pack writes the figures of the results, without curves, into one file; table writes the page
 
 NAME may be design, held-out or all. A process uses one core. Results are one JSON file per federation; a command that
 was killed continues where it stopped. JAX_COMPILATION_CACHE_DIR saves compilations between commands.
@@ -96,10 +98,11 @@ def measure_advice(lab: Any, hook: str, label: str, again: bool) -> None:
         return
     module, _, name = hook.partition(":")
     ask = getattr(importlib.import_module(module), name)
-    began = time.perf_counter()
+    began, clock = time.perf_counter(), time.process_time()
     advice = ask(lab.tree)
-    seconds = advice.get("seconds", time.perf_counter() - began)
-    cost = {"advice_seconds": round(float(seconds), 2), "client_work": float(advice["client_work"])}
+    spent, busy = time.perf_counter() - began, time.process_time() - clock
+    cost = {"advice_seconds": round(spent, 2), "advice_cpu_seconds": round(busy, 2)}
+    cost |= {"client_work": float(advice["client_work"])}
     cost |= {key: advice[key] for key in ("sure", "problem") if key in advice}
     show(lab, label, lab.score(label, advice["algorithm"], advice.get("options", {}), **cost))
 
@@ -113,7 +116,7 @@ def print_config(name: str, data: Path) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = ("prepare", "reference", "defaults", "grids", "score", "advise", "config", "table")
+    commands = ("prepare", "reference", "defaults", "grids", "score", "advise", "config", "pack", "table")
     parser.add_argument("command", choices=commands)
     parser.add_argument("names", nargs="*", default=["all"])
     parser.add_argument("--data", type=Path, default=Path("advice-data"), help="folder of the NPZ files")
@@ -126,6 +129,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="measure again what is in the results")
     parser.add_argument("--rounds", type=int, help="rounds of the reference runs, for a quick trial")
     parser.add_argument("--core", type=int, help="pin the process to this core")
+    parser.add_argument("--results", type=Path, help="the file of figures that pack writes and table reads")
     parser.add_argument("--page", type=Path, help="where table writes the page")
     return parser.parse_args()
 
@@ -136,7 +140,13 @@ def main() -> None:
     if given.command == "table":
         from page import tables
 
-        sys.exit(tables(names_of(given.names), given.out, given.page))
+        sys.exit(tables(names_of(given.names), given.out, given.page, given.results))
+    if given.command == "pack":
+        from page import pack
+
+        if given.results is None:
+            sys.exit("pack needs --results FILE")
+        sys.exit(pack(names_of(given.names), given.out, given.results))
     for name in names_of(given.names):
         if given.command == "prepare":
             from prepare import write

@@ -143,7 +143,7 @@ class Lab:
         for method, grid in methods.items():
             if method in found:
                 continue
-            began = time.perf_counter()
+            began, clock = time.perf_counter(), time.process_time()
             keys = list(grid)
             points = [dict(zip(keys, values, strict=True)) for values in itertools.product(*grid.values())]
 
@@ -160,11 +160,12 @@ class Lab:
             rows = [{"values": p, "curves": [_short(c)]} for p, c in zip(points, first, strict=True)]
             for i, curve in zip(again, second, strict=True):
                 rows[i]["curves"].append(_short(curve))
-            spent = time.perf_counter() - began
+            spent, busy = time.perf_counter() - began, time.process_time() - clock
             runs = len(points) + len(again)
             found[method] = {
                 "points": rows,
                 "seconds": round(spent, 2),
+                "cpu_seconds": round(busy, 2),
                 "compile_seconds": round(compiled, 2),
                 "client_work": self.work(program.base.task.algorithm, runs, self.rounds),
             }

@@ -106,12 +106,12 @@ def test_the_page_does_not_count_federations_that_are_too_easy(bench):
     page = bench("page")
 
     def results(rounds, ratio):
-        advice = {"ratio": ratio, "client_work": 5.0, "advice_seconds": 1.0}
+        advice = {"ratio": ratio, "client_work": 5.0, "advice_seconds": 9.0, "advice_cpu_seconds": 1.0}
         return {
             "best": {"rounds": rounds, "method": "fedavg", "values": {}},
             "target": {"share": 0.8},
-            "tuning": {"fedavg": {"client_work": 50.0, "seconds": 4.0}},
-            "candidates": {"advice": advice, "defaults: fedavg": {"ratio": 3.0}},
+            "tuning": {"fedavg": {"client_work": 50.0, "seconds": 9.0, "cpu_seconds": 4.0}},
+            "candidates": {"advice": advice, "defaults: fedavg": {"ratio": 3.0}, "defaults: fedacg": {"ratio": 0.5}},
         }
 
     found = {"exam": results(20, 1.0), "ames": results(3, 10.0)}
@@ -119,7 +119,9 @@ def test_the_page_does_not_count_federations_that_are_too_easy(bench):
     assert "within 1.2x on 1 of 1" in words
     assert "10% to 10% of the client work" in words
     assert "25% to 25% of its seconds" in words
-    assert "`fedavg`, geometric mean 3.00" in words
+    assert "`fedacg`, geometric mean 0.50" in words
+    assert "worse than FedAvg's defaults on none" in words
+    assert "FedACG's on exam." in words  # 1.0 against 0.5; ames does not count
     table = page._main_table(found)
     assert "| ames (too easy) |" in table
     assert "**1.00**" in table
@@ -145,4 +147,19 @@ def test_a_federation_from_data_to_table(bench, tmp_path, monkeypatch):
     assert lab.score("idle", "fedavg", {"client_lr": 1e-6})["ratio"] == 10
     assert measure.Lab("skewed-squares", tmp_path, tmp_path).results == json.loads(lab.path.read_text())
     assert bench("page").tables(["skewed-squares"], tmp_path, tmp_path / "page.md") is None
-    assert "| skewed-squares (too easy) | strong heterogeneity" in (tmp_path / "page.md").read_text()
+    page = (tmp_path / "page.md").read_text()
+    assert "| skewed-squares (too easy) | strong heterogeneity" in page
+
+    assert bench("page").pack(["skewed-squares"], tmp_path, tmp_path / "figures.json") is None
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert "points" not in figures["skewed-squares"]["tuning"]["fedavg"]
+    figures["exam"] = figures.pop("skewed-squares")
+    (tmp_path / "figures.json").write_text(json.dumps(figures))
+    none, packed = tmp_path / "none", tmp_path / "figures.json"
+    assert bench("page").tables(["exam"], none, tmp_path / "page.md", packed) is None
+    again = (tmp_path / "page.md").read_text()
+    assert "| exam (too easy) |" in again
+    design = [
+        text[text.index("## The federations for design") : text.index("## Run it again")] for text in (page, again)
+    ]
+    assert design[0].split("## Which constants")[0].strip() in design[1]  # its section stays as it was

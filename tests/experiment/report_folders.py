@@ -26,7 +26,8 @@ def curve(rate, seed):
 
 def a_run(folder, *settings, seed=0, rate=0.1, finished=True, own=None):
     """A run folder written without a run. ``own``: the direction of its additional metric "rank_error"."""
-    config = load_config(settings=[f"rounds={ROUNDS}", f"seed={seed}", f"{RATE}={rate}", *settings])
+    given = ["algorithm.name=fedavg", f"rounds={ROUNDS}", f"seed={seed}", f"{RATE}={rate}", *settings]
+    config = load_config(settings=given)
     folder.mkdir(parents=True)
     (folder / runfolder.CONFIG).write_text(dump(config))
     rounds, accuracy = curve(rate, seed)

@@ -364,6 +364,19 @@ def test_a_pilot_that_was_killed_gives_the_same_answer(advised, folder):
     assert len(read_trials(again / "trials.parquet")) == len(rows)
 
 
+def test_a_pilot_that_is_interrupted_keeps_its_trials(folder, tmp_path):
+    seen = []
+
+    def stop(news):
+        seen.append(news.doing)
+        if len(seen) == 30:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_advice(config(folder), AdviceSettings(methods=("fedavg",)), tmp_path / "out", on_news=stop)
+    assert read_trials(tmp_path / "out" / "trials.parquet")
+
+
 def test_a_folder_of_something_else_is_not_overwritten_or_resumed(advised, tmp_path):
     with pytest.raises(ConfigError, match="not empty"):
         run_advice(load_config(), AdviceSettings(), advised[0])

@@ -14,6 +14,7 @@ from fedbraid import algorithms, names
 from fedbraid.cli.app import make_app
 from fedbraid.experiment import ConfigError, build, load_config
 from fedbraid.experiment.assembly import from_elsewhere
+from fedbraid.experiment.config import Config
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fedexp.py"
 SMALL = """
@@ -308,3 +309,12 @@ def test_names_are_never_cut_in_a_narrow_terminal(monkeypatch):
 def test_a_mark_names_a_kind():
     with pytest.raises(ValueError, match="kind of factory 'modle' does not exist; did you mean 'model'"):
         names.factory("modle")
+
+
+def test_a_configuration_without_a_method_runs_fedacg_and_fedavg_is_one_setting_away():
+    assert Config().algorithm.name == "fedacg"
+    given = load_config(settings=["algorithm.client_lr=0.05", "algorithm.epochs=2"])
+    assert (given.algorithm.name, given.algorithm.options) == ("fedacg", {"client_lr": 0.05, "epochs": 2})
+    assert load_config(settings=["algorithm.name=fedavg"]).algorithm.name == "fedavg"
+    made = build(load_config(settings=["data.clients=4", "model.hidden=[4]", "cohort=2"]))
+    assert type(made.algorithm.init(made.params)).__name__ == "AcgState"

@@ -1,5 +1,6 @@
 """Several points of a sweep as one program: the same numbers as single runs."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -7,7 +8,8 @@ from experiment.sweep_settings import NAN, RATE, small
 from fedbraid import address, simulate
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.experiment import build
-from fedbraid.experiment.points import points_program, traceable, with_values
+from fedbraid.experiment.points import brief_init, points_program, traceable, with_values
+from fedbraid.lowering.brief import LOOPS, compiler_options
 from fedbraid.simulation import Checkpoints
 from fedbraid.simulation.feed import Feed
 from told import told
@@ -171,3 +173,24 @@ def test_rates_are_traced_and_counts_are_not():
         "cohort": [3, 4],
     }
     assert set(traceable(config, data, values)) == {RATE, "algorithm.alpha", "model.l2", "transforms.0.bound"}
+
+
+def test_programs_that_compile_fast_give_the_same_numbers(several):
+    config, data, points, _, outcome = several
+    program = points_program(config, data, [RATE], points=5, seeds=[3], test=data.test, brief=True)
+    assert program.compiler["compiler_options"] == compiler_options(LOOPS)
+    brief = program.run(points, seed=3, rounds=6)
+    for name in ("test_loss", "test_accuracy"):
+        good = [0, 1, 2, 4]  # point 3 has no finite rate
+        np.testing.assert_allclose(brief.evaluations[name][good], outcome.evaluations[name][good], rtol=1e-5)
+    experiment = build(config)
+    key = address.init_key(3)
+    for ours, theirs in zip(
+        *map(jax.tree.leaves, (brief_init(experiment)(key), experiment.model.init(key))), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def test_unknown_compiler_options_are_left_out_and_known_ones_kept():
+    level = {"xla_backend_optimization_level": 1}
+    assert compiler_options({"xla_no_such_option": 1, **level}) == level

@@ -11,7 +11,7 @@ from fedbraid.experiment.assembly import assemble
 from fedbraid.experiment.config import ConfigError, load_config
 from fedbraid.experiment.divergence import lower_rate
 
-SETTINGS = ["model={name='softmax_regression'}", "cohort='all'", "algorithm.batch_size=8"]
+SETTINGS = ["model={name='softmax_regression'}", "cohort='all'", "algorithm.name=fedavg", "algorithm.batch_size=8"]
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ def whole(env, tmp_path_factory):
 
 def test_json_has_what_is_promised(whole):
     summary, out = whole
-    assert summary["algorithm"] == "fedavg"
+    assert summary["algorithm"] == "fedacg"  # the default
     assert (summary["rounds"], summary["finished"], summary["out"]) == (40, True, str(out))
     assert summary["rounds_per_second"] == pytest.approx(40 / summary["seconds"])
     assert 0 < summary["final"]["test_accuracy"] <= 1
@@ -85,7 +85,7 @@ def test_the_run_folder_is_complete(whole, tmp_path):
     assert table.num_rows == 40
     assert table["test_accuracy"].null_count == 36
     columns = read_metrics(out)
-    save(draw_run(columns, "fedavg on digits: mlp, cohort 5, seed 0"), tmp_path / "again.png")
+    save(draw_run(columns, "fedacg on digits: mlp, cohort 5, seed 0"), tmp_path / "again.png")
     np.testing.assert_array_equal(imread(tmp_path / "again.png"), imread(out / "curves.png"))
     assert np.all(np.diff(columns["bytes_up"]) > 0)
     assert columns["train/loss"][-1] < columns["train/loss"][0]

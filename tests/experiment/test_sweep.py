@@ -486,3 +486,15 @@ def test_a_sweep_over_the_share_of_liars_marks_as_many():
     for share, liars in ((0.25, 2), (0.5, 4)):
         train = made.data_of(small("attack.factor=3", f"attack.share={share}")).train
         assert sum(train.client(c)["byzantine"].any() for c in range(8)) == liars
+
+
+def test_trials_are_written_at_most_once_in_an_interval(tmp_path):
+    path = tmp_path / "trials.parquet"
+    trials = Trials(path, every=1e6)
+    trials.add([{"point": 0, "seed": 1}])
+    assert not path.exists()
+    trials.write()
+    assert len(read_trials(path)) == 1
+    trials.every = 0.0
+    trials.add([{"point": 1, "seed": 1}])
+    assert [row["point"] for row in read_trials(path)] == [0, 1]

@@ -98,3 +98,11 @@ def test_a_program_has_the_results_and_shapes_of_plain_jit():
     assert compiled.memory_analysis().argument_size_in_bytes >= BASE.nbytes
     np.testing.assert_array_equal(compiled(2, x)["y"], 2 * x)
     assert captured.captured_bytes(lambda x: x @ BASE, x) == BASE.nbytes
+
+
+def test_a_program_with_compiler_options_can_be_part_of_another():
+    """jax allows compiler options of the outermost program only."""
+    program = captured.jit(lambda x: x @ BASE[:3, :3], compiler_options={"xla_backend_optimization_level": 1})
+    x = jnp.arange(3.0)
+    assert jax.eval_shape(program, x).shape == (3,)
+    np.testing.assert_allclose(jax.jit(lambda x: 2 * program(x))(x), 2 * program(x), rtol=1e-6)

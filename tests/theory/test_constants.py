@@ -126,6 +126,19 @@ def test_lanczos_in_float32_is_within_five_percent(kind):
     assert any("resolved to" in note for note in got.notes)
 
 
+def test_products_with_one_client_and_with_the_mean_are_one_program():
+    split = least_squares(clients=3, dim=5, examples=20, seed=2)
+    traced = []
+
+    def loss(params, batch, key):
+        traced.append(batch["mask"].shape)
+        return square_loss(params, batch, key)
+
+    estimate(loss, jnp.zeros(5, jnp.float32), split, hessians=Hessians(dense=0, compared=1), batch_size=None)
+    # rows of a whole client: once to see whether the loss has a forward mode, and once for the only program
+    assert traced.count((20,)) == 2
+
+
 def test_sampling_clients_is_unbiased_within_its_standard_errors():
     """40 of 200 clients are sampled: over seeds, the errors match the standard errors and have mean 0."""
     rng = np.random.default_rng(0)

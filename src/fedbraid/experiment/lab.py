@@ -140,9 +140,11 @@ class Lab:
         held: tuple[FederatedData, str] | None = None,
         *,
         statistics: bool = True,
+        brief: bool = False,
     ) -> None:
         self.config, self.settings, self.space = config, settings, settings.space
         self.statistics = statistics  # evaluate statistics over clients too
+        self.brief = brief  # programs run for a short time, so they must compile fast
         self.raw: dict[str, FederatedData] = {} if data is None else {_data_key(config): data}
         self.data, self.split_by = ({}, "") if held is None else ({_data_key(config): held[0]}, held[1])
         self.check()
@@ -240,6 +242,7 @@ class Lab:
             prefix=PREFIX,
             most=most,
             statistics=self.statistics,
+            brief=self.brief,
         )
         self.programs[static, made.size] = made
         self.compiled += 1

@@ -18,13 +18,15 @@ from fedbraid.costs import data_shapes
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.experiment.assembly import Experiment, assemble
 from fedbraid.experiment.config import Config, ConfigError, parse
+from fedbraid.lowering import captured
+from fedbraid.lowering.brief import DRAWS, compiler_options
 from fedbraid.metric import PERSONAL
 from fedbraid.simulation.loop import Schedule
 from fedbraid.simulation.personal import has_own_models
 from fedbraid.simulation.points import Points, PointsError, PointTask, Study
 from fedbraid.simulation.program import Task
 
-__all__ = ["Point", "measured", "points_program", "traceable", "with_traced", "with_values"]
+__all__ = ["Point", "brief_init", "measured", "points_program", "traceable", "with_traced", "with_values"]
 
 Point = Mapping[str, Any]
 TRACED_SECTIONS = ("algorithm", "model", "transforms")
@@ -96,6 +98,8 @@ def traceable(config: Config, data: FederatedData, values: Mapping[str, Sequence
         if key.split(".")[0] in TRACED_SECTIONS
         and all(isinstance(v, int | float) and not isinstance(v, bool) for v in all_)
     ]
+    if numbers and _builds(config, data, numbers):  # the usual case
+        return tuple(numbers)
     found: list[str] = []
     for key in numbers:  # added one by one: two keys that can each be traced alone may fail together
         if _builds(config, data, [*found, key]):
@@ -137,7 +141,7 @@ def measured(experiment: Experiment, data: FederatedData, prefix: str) -> tuple[
 
     Columns of the clients' own models, such as ``test_personal_accuracy``, are among them if the method has any.
     """
-    alg, params, clients = experiment.algorithm, experiment.params, data_shapes(data)
+    alg, params, clients = experiment.algorithm, experiment.shapes, data_shapes(data)
     key = jax.eval_shape(lambda: jax.random.key(0))
     server, state = jax.eval_shape(alg.init, params), jax.eval_shape(alg.init_client, params)
     logged = []
@@ -152,6 +156,11 @@ def measured(experiment: Experiment, data: FederatedData, prefix: str) -> tuple[
     return [prefix + name for name in names], logged
 
 
+def brief_init(experiment: Experiment, options: Mapping[str, Any] = DRAWS) -> Callable[[Any], Any]:
+    """The model's ``key -> params`` as one program that compiles fast; with `DRAWS` it gives the same parameters."""
+    return captured.jit(experiment.model.init, compiler_options=compiler_options(options))
+
+
 def points_program(
     config: Config,
     data: FederatedData,
@@ -164,6 +173,7 @@ def points_program(
     most: int | None = None,
     swap: Callable[[Callable, Mapping[str, Any]], Algorithm] | None = None,
     statistics: bool = True,
+    brief: bool = False,
 ) -> Points:
     """The programs of points that differ only in the values of ``keys``.
 
@@ -173,6 +183,7 @@ def points_program(
     swap: makes an algorithm from the loss and the (traced) options, for an algorithm that a configuration cannot name.
         It replaces the one that the configuration names, and must have the same exchanges and messages.
     statistics: evaluate the statistics over clients too.
+    brief: the programs run for a short time (see `fedbraid.lowering.brief`).
     """
 
     def build(values: Mapping[str, Any], data: FederatedData) -> PointTask:
@@ -181,12 +192,13 @@ def points_program(
         if swap is not None:
             algorithm = swap(experiment.loss, experiment.config.algorithm.options)
         task = Task(algorithm, data, experiment.arrival, experiment.timing)
-        return PointTask(task, experiment.metrics, lambda seed: experiment.model.init(address.init_key(seed)))
+        init = brief_init(experiment) if brief else experiment.model.init
+        return PointTask(task, experiment.metrics, lambda seed: init(address.init_key(seed)))
 
     cohort = data.train.num_clients if config.cohort == "all" else config.cohort
     study = Study(build, tuple(keys), {}, data, test, prefix, statistics)
     schedule = Schedule(config.rounds, config.evaluation.every)
     try:
-        return Points(study, config.engine, schedule, cohort=cohort, points=points, seeds=seeds, most=most)
+        return Points(study, config.engine, schedule, cohort=cohort, points=points, seeds=seeds, most=most, brief=brief)
     except PointsError as error:
         raise ConfigError(str(error)) from None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,13 +132,20 @@ def pick_metric(
 
 
 class Trials:
-    """The rows so far. The Parquet file, if there is one, is replaced as a whole whenever rows are added."""
+    """The rows so far. The Parquet file, if there is one, is replaced as a whole when rows are added.
+
+    every: seconds from one write to the next at least; then call `write` at the end. 0: write whenever rows are added.
+    """
 
     path: Path | None
     about: dict[str, Any]
+    every: float
+    written: float
+    unwritten: int
 
-    def __init__(self, path: Path | None, about: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, path: Path | None, about: Mapping[str, Any] | None = None, *, every: float = 0.0) -> None:
         self.path, self.about = path, dict(about or {})
+        self.every, self.written, self.unwritten = every, time.monotonic(), 0
         self.rows: list[Row] = [] if path is None else _rows_so_far(path)
 
     def of(self, **fixed: Any) -> list[Row]:
@@ -145,10 +153,17 @@ class Trials:
         return [row for row in self.rows if all(row.get(key) == value for key, value in fixed.items())]
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Add rows, and write the file if there is one."""
+        """Add rows, and write the file if it is time to."""
         self.rows.extend(rows)
-        if self.path is not None and rows:
+        self.unwritten += len(rows)
+        if time.monotonic() - self.written >= self.every:
+            self.write()
+
+    def write(self) -> None:
+        """Write the rows that are not in the file yet."""
+        if self.path is not None and self.unwritten:
             write_trials(self.path, self.rows, self.about)
+        self.written, self.unwritten = time.monotonic(), 0
 
 
 def _rows_so_far(path: Path) -> list[Row]:

@@ -19,6 +19,7 @@ from fedbraid.core import is_traced
 
 __all__ = ["LARGE", "Program", "captured_bytes", "jit"]
 
+COMPILER = "compiler_options"
 LARGE = 1 << 16  # bytes of the smallest array that becomes an argument; XLA may fold smaller ones
 
 
@@ -41,11 +42,15 @@ class Program:
 
     def __init__(self, function: Callable, sharding: Any, static: tuple[int, ...], options: dict[str, Any]) -> None:
         self._plain: Any = jax.jit(function, static_argnums=static, **options)
+        # jax refuses compiler options of a program inside another one, which has its own
+        self._inner = jax.jit(function, static_argnums=static, **{k: options[k] for k in options if k != COMPILER})
         self._sharding, self._static, self._options = sharding, static, options
         self._lifted: dict[int, _Lifted | None] = {}  # by the identity of a traced jaxpr, which jax's cache keeps
         self._jaxprs: list[Any] = []  # keeps these identities unique
 
     def __call__(self, *args: Any) -> Any:
+        if self._is_inside(args):
+            return self._inner(*args)
         lifted = self._of(args)
         return self._plain(*args) if lifted is None else lifted(self._leaves(args))
 
@@ -62,10 +67,14 @@ class Program:
     def _leaves(self, args: tuple[Any, ...]) -> list[Any]:
         return jax.tree.leaves([arg for i, arg in enumerate(args) if i not in self._static])
 
+    def _is_inside(self, args: tuple[Any, ...]) -> bool:
+        """Whether it is called as part of a larger program, which has its own constants and compiler options."""
+        return any(is_traced(leaf) for leaf in self._leaves(args))
+
     def _of(self, args: tuple[Any, ...]) -> _Lifted | None:
         """The program with lifted arrays; None if the function captures no large array."""
-        if any(is_traced(leaf) for leaf in self._leaves(args)):
-            return None  # part of a larger program, whose constants are its own
+        if self._is_inside(args):
+            return None
         traced = self._plain.trace(*args)  # from jax's cache, except for the first time
         name = id(traced.jaxpr.jaxpr)
         if name not in self._lifted:

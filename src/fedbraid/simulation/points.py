@@ -30,6 +30,7 @@ from fedbraid.core import Algorithm
 from fedbraid.costs import Cost, cost, data_shapes, nbytes
 from fedbraid.data.federated import Split
 from fedbraid.lowering import captured, notice_unmet
+from fedbraid.lowering.brief import LOOPS, compiler_options
 from fedbraid.metric import declared_by, is_client_column
 from fedbraid.simulation import checkpoint
 from fedbraid.simulation.asynchrony import Versions, no_past
@@ -68,6 +69,7 @@ class Points:
 
     points: total number of points; ``size`` of them run at a time: all that fit into memory, but at most ``most``.
     seeds: the seeds that will be run. Blocks of streamed data are large enough for the cohorts of all of them.
+    brief: the programs run for a short time, so they compile with the options of `fedbraid.lowering.brief`.
     """
 
     study: Study
@@ -91,7 +93,9 @@ class Points:
         points: int,
         seeds: Sequence[int],
         most: int | None = None,
+        brief: bool = False,
     ) -> None:
+        self.compiler: dict[str, Any] = {"compiler_options": compiler_options(LOOPS)} if brief else {}
         self.study, self.options, self.schedule, self.seeds = study, options, schedule, tuple(seeds)
         split = study.data.train
         self.base: PointTask = study.build(study.first, study.data)
@@ -161,7 +165,7 @@ class Points:
             many, one = PartitionSpec(AXIS), PartitionSpec()
             specs = tuple(many if axis == 0 else one for axis in in_axes)
             mapped = jax.shard_map(mapped, mesh=self.mesh, in_specs=specs, out_specs=many, check_vma=False)
-        return captured.jit(mapped, sharding=replicated(self.mesh))
+        return captured.jit(mapped, sharding=replicated(self.mesh), **self.compiler)
 
     def _program(self, size: int) -> tuple[Callable, Callable, int]:
         """Compiled rounds and evaluation of ``size`` points, and the bytes that they need on a device."""

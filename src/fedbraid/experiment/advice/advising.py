@@ -51,6 +51,7 @@ ADVISE, TRIALS, ADVISED, SUMMARY, PICTURE = (
 )
 SHARE = 2  # without a budget the longest trials have this part of the configured rounds
 PER_ROUND = 48  # rounds of all trials together, for each round of the longest trials; measured, rounded up
+WRITE_EVERY = 5.0  # seconds; a pilot that is killed repeats at most the trials of this time
 EVALUATIONS = 100  # of a trial with all configured rounds
 UNITS = {"": "rounds", "r": "rounds", "round": "rounds", "rounds": "rounds"} | {"s": 1, "min": 60, "h": 3600}
 
@@ -187,12 +188,15 @@ def _advise_in(
         last = min(config.rounds, max(1, budget.rounds // PER_ROUND))
     screening = screen(experiment, track.methods)
     track = track._replace(methods=screening.methods)
-    trials = Trials(out / TRIALS, {"version": __version__, "kind": "advise"})
+    trials = Trials(out / TRIALS, {"version": __version__, "kind": "advise"}, every=WRITE_EVERY)
     race = Race(track, trials, last=last, budget=budget, on_news=on_news)
     target = settings.target if settings.target is not None else config.stop.target
     if target is not None:
         race.target = race.metric.sign * target
-    found = run_pilot(race, screening.centre, least=screening.least, works=settings.local_work)
+    try:
+        found = run_pilot(race, screening.centre, least=screening.least, works=settings.local_work)
+    finally:
+        trials.write()
     targets = experiment.model.targets
     problem = problem_with(race, found, "" if targets is None else targets.kind)
     summary = summarize(race, found, problem, [] if problem else doubts_about(race, found))

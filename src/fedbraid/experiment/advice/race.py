@@ -44,7 +44,7 @@ __all__ = ["MORE_SEEDS", "Budget", "Race", "RaceNews", "Track", "horizons_of"]
 
 TOGETHER = 4  # settings in one program
 MANY = 8  # the same for the program of several methods, if the model is small
-SMALL = 20_000  # bytes of a model; for larger ones, empty places in a program cost more than a further call
+SMALL = 4_000  # bytes of a model; for larger ones, empty places in a program cost more than a further call
 STATES = 2**28  # bytes of the clients' states in a program with SCAFFOLD at most; else it has a program of its own
 PARTS = (6, 2, 1)  # settings are compared after these parts of the longest trials
 LEAST = 6  # rounds of the first horizon at least
@@ -165,7 +165,7 @@ class Race:
             settings = self.settings.model_copy(
                 update={"over": {k: [value] for k, value in point.items()}, "at_once": together}
             )
-            lab = Lab(config, settings, self.data, self.held, statistics=False)
+            lab = Lab(config, settings, self.data, self.held, statistics=False, brief=True)
             self.programs[key] = lab, lab.program([point] * together)
             self.compiling += time.perf_counter() - began
         return *self.programs[key], point
@@ -338,7 +338,7 @@ class Race:
         """Bytes that one client receives and sends in a round."""
         if setting.method not in self.costs:  # the program of several methods sends more than each of them
             experiment = assemble(with_setting(self.config, self.methods, setting), self.held[0])
-            traffic = cost(experiment.algorithm, experiment.params, self.held[0])
+            traffic = cost(experiment.algorithm, experiment.shapes, self.held[0])
             self.costs[setting.method] = traffic.down + traffic.up
         return self.costs[setting.method]
 

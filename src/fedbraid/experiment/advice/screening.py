@@ -12,10 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedbraid import address
 from fedbraid.experiment.advice.candidates import CLIENT_RATES, Method, configured, on_lattice
 from fedbraid.experiment.assembly import Experiment
 from fedbraid.experiment.diagnosis.advice import error_terms
 from fedbraid.experiment.diagnosis.measurement import evaluation_loss, settings_of
+from fedbraid.experiment.points import brief_init
+from fedbraid.lowering.brief import ONCE, compiler_options
 from fedbraid.theory.constants import Constants, Hessians, estimate
 
 __all__ = ["Screening", "screen"]
@@ -70,12 +73,13 @@ def _constants(experiment: Experiment, batch_size: int | None) -> tuple[Constant
     try:
         found = estimate(
             evaluation_loss(experiment),
-            experiment.params,
+            brief_init(experiment, ONCE)(address.init_key(experiment.config.seed)),
             experiment.data.train,
             clients=CLIENTS,
             batch_size=batch_size,
             hessians=CHEAP if size <= LARGE else None,
             seed=experiment.config.seed,
+            compiler_options=compiler_options(ONCE),
         )
     except ValueError as error:
         return None, [f"The constants of the data were not computed: {error}."]

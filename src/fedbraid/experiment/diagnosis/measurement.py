@@ -16,7 +16,7 @@ from fedbraid.drawing import lines_svg, table_html
 from fedbraid.experiment.assembly import Experiment, assemble, build, find_parts
 from fedbraid.experiment.config import Config, options_of, parse
 from fedbraid.experiment.diagnosis.advice import Advice, Probe, Settings, advise, round_down
-from fedbraid.experiment.divergence import WORSE, lower_rate
+from fedbraid.experiment.divergence import WORSE, diverged, lower_rate
 from fedbraid.local import batches_of
 from fedbraid.notices import notice
 from fedbraid.simulation import evaluator, simulate
@@ -134,7 +134,7 @@ def _trained(config: Config, made: Experiment, at: Sequence[int], cohort: int) -
     tried: list[float] = []
     key, lower = "", 0.0
     for _ in range(BACK_OFF):
-        models = []
+        models, lost = [], False
         for done in at:
             if done == 0:
                 models.append(made.params)
@@ -143,7 +143,9 @@ def _trained(config: Config, made: Experiment, at: Sequence[int], cohort: int) -
                 made.algorithm, made.params, made.data.train, rounds=done, cohort=cohort, seed=config.seed
             )
             models.append(result.params)
-        if at[-1] == 0 or _training_loss(made, models[-1]) <= WORSE * first:
+            # if all uploads are refused, the model stays where it is, and its loss says nothing
+            lost = lost or diverged(result.history, {}, result.params) is not None
+        if at[-1] == 0 or (not lost and _training_loss(made, models[-1]) <= WORSE * first):
             if tried:
                 notice(
                     f"with {key} = {', '.join(f'{rate:.3g}' for rate in tried)} the run diverges within {at[-1]} "

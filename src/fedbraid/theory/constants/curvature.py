@@ -71,11 +71,20 @@ class _Spectra(NamedTuple):
 
 
 def curvature(
-    flat_loss: Callable, x: Any, data: Clients, sample: Sample, options: Hessians, rng: np.random.Generator
+    flat_loss: Callable,
+    x: Any,
+    data: Clients,
+    sample: Sample,
+    options: Hessians,
+    rng: np.random.Generator,
+    jit: Callable = jax.jit,
 ) -> tuple[dict[str, Estimate], list[str]]:
-    """L, mu and delta of f and of its clients at ``x``, and notes on their limitations."""
+    """L, mu and delta of f and of its clients at ``x``, and notes on their limitations.
+
+    jit: `jax.jit`, with options or without.
+    """
     examples, _ = options.sized(x.size, len(sample.ids))
-    products = _Products(flat_loss, x, data, sample, examples, rng)
+    products = _Products(flat_loss, x, data, sample, examples, rng, jit)
     notes = []
     if products.cut:
         notes.append(
@@ -142,7 +151,14 @@ class _Products:
     """Hessian-vector products of the mean loss and of single clients, at one point, from padded batches."""
 
     def __init__(
-        self, flat_loss: Callable, x: Any, data: Clients, sample: Sample, examples: int, rng: np.random.Generator
+        self,
+        flat_loss: Callable,
+        x: Any,
+        data: Clients,
+        sample: Sample,
+        examples: int,
+        rng: np.random.Generator,
+        jit: Callable,
     ) -> None:
         sizes = data.sizes[sample.ids]
         self.cut = bool(sizes.max() > examples)
@@ -152,11 +168,13 @@ class _Products:
         self.batches = [{k: jnp.asarray(a[0]) for k, a in member.items()} for member in members]
         self.weights, self.x = sample.weights, x
         product = _product(flat_loss, x, self.batches[0])
-        self._client = product
-        self._add = jax.jit(lambda total, x, v, batch, w: total + w * product(x, v, batch))
+        self._product, self._jit = product, jit
+        self._add = jit(lambda total, x, v, batch, w: total + w * product(x, v, batch))
 
     def client(self, i: int, v: np.ndarray) -> np.ndarray:
-        return np.asarray(self._client(self.x, jnp.asarray(v, self.x.dtype), self.batches[i]), np.float64)
+        direction, zero = jnp.asarray(v, self.x.dtype), jnp.zeros_like(self.x)
+        # with the program of `mean`: a program of its own would compile the same product again
+        return np.asarray(self._add(zero, self.x, direction, self.batches[i], 1.0), np.float64)
 
     def mean(self, v: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
         """One client after the other: each product is large enough to fill the device, and memory is needed for one."""
@@ -173,7 +191,7 @@ class _Products:
 
     def dense(self) -> np.ndarray:
         """The full Hessians ``[m, d, d]``."""
-        columns = jax.jit(jax.vmap(self._client, in_axes=(None, 0, None)))
+        columns = self._jit(jax.vmap(self._product, in_axes=(None, 0, None)))
         eye = jnp.eye(self.x.size, dtype=self.x.dtype)
         H = np.stack([np.asarray(columns(self.x, eye, batch), np.float64) for batch in self.batches])
         return (H + H.transpose(0, 2, 1)) / 2
@@ -191,5 +209,5 @@ def _product(f: Callable, x: Any, *arguments: Any) -> Callable:
     try:
         jax.eval_shape(forward, x, x, *arguments)
     except TypeError:  # a custom_vjp inside the loss has no forward mode
-        return jax.jit(reverse)
-    return jax.jit(forward)
+        return reverse
+    return forward

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
@@ -32,6 +34,7 @@ def estimate(
     weighting: Literal["examples", "uniform"] = "examples",
     hessians: Hessians | None = _DEFAULT,
     seed: int = 0,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Constants:
     """Estimate the constants at ``params`` from ``clients`` sampled clients (all of them if there are fewer).
 
@@ -41,6 +44,7 @@ def estimate(
     batch_size: of training; sigma2 is the gradient noise of such a batch. None: full batches, no noise.
     weighting: the weight of a client in f, as in training.
     hessians: how curvatures are computed. None leaves L, mu and delta out (NaN), which is fast.
+    compiler_options: options of XLA for the programs, for example to compile them faster.
 
     >>> import numpy as np, jax.numpy as jnp
     >>> from fedbraid import Split
@@ -61,12 +65,13 @@ def estimate(
     if len(sample.ids) < split.num_clients:
         notes.append(f"{len(sample.ids)} of {split.num_clients} clients sampled; maxima are over these")
 
+    jit = partial(jax.jit, compiler_options=dict(compiler_options)) if compiler_options else jax.jit
     prepare = getattr(split, "preprocess", None)
 
     def flat_loss(x: Any, batch: dict) -> Any:
         return loss(unravel(x), batch if prepare is None else prepare(batch, None, False), None)
 
-    found = client_gradients(flat_loss, flat, split, sample, batch_size, rng)
+    found = client_gradients(flat_loss, flat, split, sample, batch_size, rng, jit)
     if not np.all(np.isfinite(found.losses)):
         i = int(sample.ids[int(np.argmin(np.isfinite(found.losses)))])
         raise ValueError(f"the loss of {split.name_of(i)} is not finite at these parameters; choose other parameters")
@@ -76,7 +81,7 @@ def estimate(
         fewer = sample.some(hessians.sized(flat.size, clients)[1], rng)
         if len(fewer.ids) < len(sample.ids):
             notes.append(f"curvatures from {len(fewer.ids)} of these clients")
-        curvatures, limits = curvature(flat_loss, flat, split, fewer, hessians, rng)
+        curvatures, limits = curvature(flat_loss, flat, split, fewer, hessians, rng, jit)
         notes += limits
     return Constants(
         **gradients,

@@ -28,16 +28,22 @@ class ClientGradients(NamedTuple):
 
 
 def client_gradients(
-    flat_loss: Callable, x: Any, data: Clients, sample: Sample, batch_size: int | None, rng: np.random.Generator
+    flat_loss: Callable,
+    x: Any,
+    data: Clients,
+    sample: Sample,
+    batch_size: int | None,
+    rng: np.random.Generator,
+    jit: Callable = jax.jit,
 ) -> ClientGradients:
     """Exact gradients at ``x``, with the variance over batches of ``batch_size`` (None: full batches, no noise).
 
     Disjoint random batches of size b have sample variance S^2 / b in expectation, S^2 being the variance over the
     client's examples (with n - 1). So batches of any size give S^2, and S^2 gives the noise of a batch of
-    ``batch_size`` drawn without replacement, S^2 / B (1 - B / n).
+    ``batch_size`` drawn without replacement, S^2 / B (1 - B / n). ``jit``: `jax.jit`, with options or without.
     """
     together = int(np.clip(2_000_000 // x.size, 1, 256))
-    sums = _batch_sums(flat_loss, together)
+    sums = _batch_sums(flat_loss, together, jit)
     # Single examples if there is memory for their gradients, else about ten batches per client. Batches are padded to
     # the largest size, so that one compiled function serves every client.
     sizes = data.sizes[sample.ids]
@@ -67,12 +73,12 @@ def client_gradients(
     return ClientGradients(losses, gradients, noise)
 
 
-def _batch_sums(flat_loss: Callable, together: int) -> Callable:
+def _batch_sums(flat_loss: Callable, together: int, jit: Callable) -> Callable:
     """Compiled sums over ``together`` batches: loss and gradient weighted by rows; gradient and its squared norm over
     full batches."""
     graded = jax.value_and_grad(flat_loss)
 
-    @jax.jit
+    @jit
     def sums(x: Any, batches: Mapping[str, Any], rows: Any, full: Any) -> Any:
         if together == 1:  # no vmap: with it, a convolution would take a slower path
             value, g = graded(x, {name: a[0] for name, a in batches.items()})
