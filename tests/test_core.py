@@ -115,7 +115,7 @@ def test_numbers(bad):
 
 def test_bounds_may_be_open():
     assert check_number("beta", 0.0, low=0, high=1, open_high=True) == 0.0
-    with pytest.raises(ValueError, match="of at least 0 and below 1, got 1.0"):
+    with pytest.raises(ValueError, match="of at least 0 and below 1, got 1"):
         check_number("beta", 1.0, low=0, high=1, open_high=True)
     jax.vmap(lambda x: check_number("x", x, low=5))(jnp.arange(2.0))  # traced values are not checked
 
