@@ -11,6 +11,7 @@ from fedbraid.experiment.config import Config
 from fedbraid.lowering import explain, kernels
 from fedbraid.lowering.remat import quietly
 from fedbraid.simulation.devices import total_memory
+from fedbraid.simulation.options import EngineOptions
 from fedbraid.simulation.placement import Placement, place_run
 from fedbraid.simulation.plan import client_bytes, most_clients
 from fedbraid.units import format_bytes
@@ -47,25 +48,29 @@ def explain_config(config: Config) -> dict[str, Any]:
 
 def _memory(experiment: Any, placement: Placement, config: Config) -> list[str]:
     """How many clients fit on a device at a time, and why. Compiles the program of a client."""
-    if placement.plan.kind == "sequential":
-        return ["one client at a time on each device"]
-    device = placement.mesh.local_devices[0]
-    total = format_bytes(total_memory(device))
+    plan, engine = placement.plan, config.engine
+    total = format_bytes(total_memory(placement.mesh.local_devices[0]))
 
-    def needed(remat: Any) -> tuple[int, int] | None:
-        options = replace(config.engine, remat=remat)
+    def needed(options: EngineOptions) -> tuple[int, int] | None:
         need = client_bytes(experiment.algorithm, experiment.params, experiment.data, options)
         most = most_clients(need, placement.mesh)
         return None if need is None or most is None else (need, most)
 
-    found = needed(config.engine.remat)
+    first = ["one client at a time on each device"] if plan.kind == "sequential" else []
+    found = needed(engine)
     if found is None:
-        return ["the memory of a client is not known before the run"]
-    lines = [f"a client needs {format_bytes(found[0])} by the compiled program: {found[1]:,} fit into half of {total}"]
+        return [*first, "the memory of a client is not known before the run"]
+    parts = "" if engine.microbatch is None else f" with microbatches of {engine.microbatch}"
+    why = (
+        f"a client needs {format_bytes(found[0])}{parts} by the compiled program: {found[1]:,} fit into half of {total}"
+    )
+    lines = [*first, why]
     with quietly():
-        less = needed("layers") if config.engine.remat == "none" else None
+        less = needed(replace(engine, remat="layers")) if engine.remat == "none" and not first else None
     if less is not None and less[0] < 0.9 * found[0]:
         lines.append(f'with engine.remat = "layers" a client needs {format_bytes(less[0])}: {less[1]:,} fit')
+    if found[1] < -(-plan.cohort // plan.devices) and engine.microbatch is None:
+        lines.append("engine.microbatch divides batches into parts, and a client then needs less memory")
     return lines
 
 

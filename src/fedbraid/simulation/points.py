@@ -37,6 +37,7 @@ from fedbraid.simulation.evaluate import in_batches
 from fedbraid.simulation.feed import Feed
 from fedbraid.simulation.history import History
 from fedbraid.simulation.loop import RoundLoop, Schedule
+from fedbraid.simulation.means import check_means
 from fedbraid.simulation.one_point import OnePoint, PointTask, Study
 from fedbraid.simulation.options import EngineOptions
 from fedbraid.simulation.padding import check_padding, recorded_losses
@@ -97,6 +98,7 @@ class Points:
         with recorded_losses() as losses:
             self.traffic = cost(alg, params, study.data)
         check_padding(losses, alg, params, split)
+        check_means(alg, params, split, options)
         task = self.base.task
         check_timing(task, params)
         if task.timing is not None:

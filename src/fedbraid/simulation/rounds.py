@@ -271,7 +271,7 @@ class CompiledRounds:
         if plan.chunk == 1:
             raise MemoryError(
                 f"out of device memory in round {self.done + 1} with one client at a time: use a smaller model or "
-                "batch size, data_in = 'host', states_in = 'host' or more devices; the device said: "
+                "batch size, microbatch, data_in = 'host', states_in = 'host' or more devices; the device said: "
                 + next(line for line in said.splitlines() if EXHAUSTED in line).strip()
             )
         if hosts.several():  # the other hosts wait in the middle of this round and cannot change their plan
