@@ -288,7 +288,7 @@ def test_batch_normalisation_is_refused():
 
 def test_a_field_that_is_not_one_row_for_each_example_is_refused():
     batch = batch_of(8, dtype="float32")
-    with pytest.raises(StructureError, match="'table'.*8 examples"):
+    with pytest.raises(StructureError, match=r"'table'.*8 examples"):
         in_microbatches(mean, jax.grad(mean), 3)(jnp.ones(5), {**batch, "table": jnp.ones(4)}, KEY)
     wanted = jax.grad(mean)(jnp.ones(5), batch, KEY)  # a scalar is the same in every part
     found = in_microbatches(mean, jax.grad(mean), 3)(jnp.ones(5), {**batch, "leading": jnp.bool_(True)}, KEY)

@@ -30,6 +30,8 @@ class EngineOptions(LoweringOptions):
         ``fedbraid tune-engine`` measures which plan and chunk are fastest. If a device runs out of memory, the chunk is
         halved and the round repeated.
     devices [devices]: devices of each host to use; None uses all.
+    model_devices [devices]: devices over which the model of each client is divided, for models that do not fit on one
+        device beside the clients' data. It must divide the number of devices.
     data_in: "device" copies all examples to the devices, "host" streams each cohort; "auto" copies if they fit.
     ahead [cohorts]: cohorts of streamed examples that are gathered while another one trains.
     states_in: where client states are kept: "device", "host" (memory), or the path of a folder; "auto" chooses.
@@ -41,6 +43,7 @@ class EngineOptions(LoweringOptions):
     plan: Literal["auto", "sequential", "chunks", "lanes"] = "auto"
     chunk: int | Literal["auto"] = "auto"
     devices: int | None = None
+    model_devices: int = 1
     data_in: Literal["auto", "device", "host"] = "auto"
     states_in: str | Path = "auto"
     ahead: int = 2
@@ -53,6 +56,12 @@ class EngineOptions(LoweringOptions):
         check_chunk(self.chunk)
         if self.devices is not None:
             check_count("devices", self.devices)
+        check_count("model_devices", self.model_devices)
+        if self.model_devices > 1 and self.plan == "lanes":
+            raise ValueError(
+                f'model_devices = {self.model_devices}: models over several devices need the plan "chunks", or '
+                '"sequential" if all devices hold one model, got plan = "lanes"'
+            )
         check_choice("data_in", self.data_in, PLACES)
         check_count("ahead", self.ahead)
 

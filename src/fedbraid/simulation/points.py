@@ -86,6 +86,11 @@ class Points:
         self.base = study.build(study.first, study.data)
         alg = self.base.task.algorithm
         params = jax.eval_shape(lambda: self.base.init(self.seeds[0]))
+        if options.model_devices > 1:
+            raise ValueError(
+                f"model_devices = {options.model_devices}: points that run together keep many models, and they are not "
+                "divided over devices; use model_devices = 1"
+            )
         devices = client_mesh(options.devices)
         self.stream = streams(options, split, devices)
         # with states on the host, each exchange is one call that uses all devices, so points are not spread over them

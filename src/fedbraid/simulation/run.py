@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from fedbraid.simulation.feed import Feed
 from fedbraid.simulation.history import History
 from fedbraid.simulation.loop import RoundLoop, Schedule
 from fedbraid.simulation.means import check_means
+from fedbraid.simulation.model_axis import has_model_axis, model_sharding
 from fedbraid.simulation.options import EngineOptions, engine_options
 from fedbraid.simulation.padding import check_padding, recorded_losses
 from fedbraid.simulation.personal import has_own_models, personal_evaluator
@@ -211,6 +213,7 @@ def compiled_rounds(
         feed,
         History(traffic, plan.cohort),
         start,
+        sharding=partial(model_sharding, mesh) if has_model_axis(mesh) else None,
     )
 
 
