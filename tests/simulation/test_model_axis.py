@@ -215,6 +215,12 @@ def test_a_request_that_cannot_be_met_is_refused(options, reason):
         run("fedavg", **options)
 
 
+def test_several_hosts_are_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="model_devices = 2: a model can be divided over the devices of one host only"):
+        client_mesh(None, 2)
+
+
 def test_an_asynchronous_run_is_refused():
     with pytest.raises(ValueError, match="model_devices = 2: an asynchronous run"):
         run("fedavg", model_devices=2, clock=Clock(), asynchrony=fedbuff(2))

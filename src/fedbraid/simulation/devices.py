@@ -66,6 +66,8 @@ def client_mesh(devices: int | None = None, model_devices: int = 1) -> Mesh:
     Its axis is ``clients``. With ``model_devices > 1`` there is a second axis of this length, ``model``.
     """
     local = jax.local_devices()
+    if model_devices > 1 and jax.process_count() > 1:
+        raise ValueError(f"model_devices = {model_devices}: a model can be divided over the devices of one host only")
     if devices is not None and not 1 <= devices <= len(local):
         raise ValueError(
             f"devices must be between 1 and {len(local)}, the devices jax shows here, got {devices}; on a CPU call "
@@ -74,8 +76,6 @@ def client_mesh(devices: int | None = None, model_devices: int = 1) -> Mesh:
     every = [d for p in range(jax.process_count()) for d in jax.local_devices(process_index=p)[:devices]]
     if model_devices == 1:
         return Mesh(np.array(every), (AXIS,))
-    if jax.process_count() > 1:
-        raise ValueError(f"model_devices = {model_devices}: a model can be divided over the devices of one host only")
     if len(every) % model_devices:
         raise ValueError(
             f"model_devices = {model_devices}: it must divide the number of devices, which is {len(every)}; set "

@@ -1,8 +1,9 @@
 """Options of the engine: how a run is computed, as one frozen dataclass.
 
-Results do not depend on these options beyond rounding. To add an option, add a field here (or in
-:class:`fedbraid.lowering.options.LoweringOptions` if it changes how clients are compiled), the code that reads it, and
-a line in ``docs/scale.md``. Configurations and the command line read the fields from this class.
+Results do not depend on these options beyond rounding, except that dropout with ``microbatch`` draws other masks. To
+add an option, add a field here (or in :class:`fedbraid.lowering.options.LoweringOptions` if it changes how clients are
+compiled), the code that reads it, and a line in ``docs/scale.md``. Configurations and the command line read the fields
+from this class.
 """
 
 from __future__ import annotations
