@@ -25,7 +25,7 @@ from fedbraid.core import Algorithm
 from fedbraid.local import Fold, LocalWork
 from fedbraid.simulation.devices import MODEL
 
-__all__ = ["divided", "has_model_axis", "model_sharding", "over_model"]
+__all__ = ["divided", "divided_shapes", "has_model_axis", "model_sharding", "over_model"]
 
 PyTree = Any
 SMALL = 1 << 10  # entries of the largest array that every device stores whole
@@ -62,6 +62,13 @@ def divided(mesh: Mesh, tree: PyTree, leading: int = 0) -> PyTree:
         return jax.lax.with_sharding_constraint(leaf, model_sharding(mesh, jnp.shape(leaf), leading))
 
     return jax.tree.map(one, tree)
+
+
+def divided_shapes(mesh: Mesh, shapes: PyTree) -> PyTree:
+    """Shapes of arrays that are divided over the devices, to compile a program for them."""
+    return jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=model_sharding(mesh, s.shape)), shapes
+    )
 
 
 def over_model(alg: Algorithm, mesh: Mesh) -> Algorithm:

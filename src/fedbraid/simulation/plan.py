@@ -35,7 +35,7 @@ from fedbraid.local import LocalWork
 from fedbraid.lowering import Lanes, captured, lower
 from fedbraid.simulation import hosts
 from fedbraid.simulation.devices import AXIS, client_mesh, total_memory
-from fedbraid.simulation.model_axis import has_model_axis, model_sharding, over_model
+from fedbraid.simulation.model_axis import divided_shapes, has_model_axis, model_sharding, over_model
 from fedbraid.simulation.options import EngineOptions
 
 __all__ = [
@@ -290,13 +290,13 @@ def client_bytes(alg: Algorithm, params: Any, data: Any, options: EngineOptions)
     few = {n: jax.ShapeDtypeStruct((whole.cap, *s.shape[1:]), s.dtype) for n, s in whole.arrays.items()}
     own = replace(whole, arrays=few)
     largest, lowered, where = 0, lower(alg, options), None
-    if options.model_devices > 1:
-        mesh = client_mesh(options.model_devices, options.model_devices)
+    mesh = client_mesh(options.model_devices, options.model_devices) if options.model_devices > 1 else None
+    if mesh is not None:
         lowered, where = over_model(lowered, mesh), partial(model_sharding, mesh)
     for exchange in lowered.exchanges:
         down = jax.eval_shape(exchange.send, server)
-        if where is not None:
-            down, state = (jax.tree.map(lambda s: _placed_shape(s, where(s.shape)), tree) for tree in (down, state))
+        if mesh is not None:
+            down, state = divided_shapes(mesh, down), divided_shapes(mesh, state)
         try:
             compiled = captured.jit(exchange.client, sharding=where).lower(down, state, own, key).compile()
         except jax.errors.UnexpectedTracerError:
@@ -306,7 +306,3 @@ def client_bytes(alg: Algorithm, params: Any, data: Any, options: EngineOptions)
             return None
         largest = max(largest, used.temp_size_in_bytes + used.output_size_in_bytes)
     return max(largest, 1)
-
-
-def _placed_shape(shape: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)

@@ -152,8 +152,9 @@ class CompiledRounds:
         """Put a tree on the devices of the run; traced values are returned unchanged."""
         if _traced(tree):
             return tree
-        if callable(self.sharding):
-            return jax.device_put(tree, jax.tree.map(lambda leaf: self.sharding(jnp.shape(leaf), leading), tree))
+        where: Any = self.sharding
+        if callable(where):
+            return jax.device_put(tree, jax.tree.map(lambda leaf: where(jnp.shape(leaf), leading), tree))
         return place(tree, self.sharding)
 
     # -- rounds
