@@ -6,7 +6,8 @@ The same code serves the simulator's flat arrays and a deployed client's own arr
 many clients together.
 
 Client code differentiates with :func:`value_and_grad` and :func:`grad`. They are jax's functions, but an engine may
-first rewrite the loss (see :func:`rewriting`), for example to replace slow operations by fast ones.
+first rewrite the loss (see :func:`rewriting`), for example to replace slow operations by fast ones, or compute its
+gradient in parts of the batch (see :func:`dividing`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ __all__ = [
     "NORM",
     "STATISTICS",
     "WEIGHTINGS",
+    "WEIGHTS",
     "Batches",
     "ClientData",
     "Clients",
@@ -41,6 +43,7 @@ __all__ = [
     "Weighting",
     "batches_of",
     "collecting_statistics",
+    "dividing",
     "grad",
     "leaf_names",
     "local_work",
@@ -59,6 +62,7 @@ APPLIES_MASK = "applies_mask"  # attribute of a loss that is known to ignore pad
 HEAD = "head_leaves"  # attribute of a loss: patterns of the names of the model's last layer
 NORM = "norm_leaves"  # attribute of a loss: names of the leaves of the model's normalisation layers
 STATISTICS = "statistics"  # attribute of a loss whose model has statistics of batches; see `Statistics`
+WEIGHTS = "example_weights"  # attribute of a loss: (params, batch) -> weight of each example in its mean; else the mask
 LEADING = "leading"  # the field of a batch that says whether it belongs to the leading phase; see `Batches`
 BYZANTINE = "byzantine"  # the field that marks attackers; see fedbraid.data.mark
 
@@ -98,6 +102,26 @@ def rewritten(function: Callable) -> Callable:
     def run(*args: Any) -> Any:
         change = _rewrite.value
         return function(*args) if change is None else change(function)(*args)
+
+    return run
+
+
+_divide = jax.make_user_context(None)
+
+
+def dividing(divide: Callable[[Callable, Callable], Callable] | None) -> AbstractContextManager:
+    """For engines: a context in which the gradient of a loss may be computed in parts of its batch.
+
+    ``divide(loss, function)`` returns a function with the results of ``function``, which takes the arguments of the
+    loss and returns its gradient, or its value and its gradient. None changes nothing.
+    """
+    return _divide(divide)
+
+
+def _divided(loss: Callable, function: Callable) -> Callable:
+    def run(*args: Any) -> Any:
+        divide = _divide.value
+        return function(*args) if divide is None else divide(loss, function)(*args)
 
     return run
 
@@ -149,6 +173,11 @@ def _with_statistics(statistics: Statistics) -> Callable:
                 "keeps them on the clients (fedbn; fedper, fedrep and others with private leaves; the transform "
                 "private), or a model with group or layer normalisation"
             )
+        if _divide.value is not None:
+            raise StructureError(
+                "microbatch: this model has batch normalisation, whose statistics are those of a whole batch. Set "
+                "microbatch = None, or use a model with group or layer normalisation"
+            )
         (value, new), g = jax.value_and_grad(rewritten(statistics.update), has_aux=True)(params, batch, key)
         seen.append((params, new))
         return value, g
@@ -164,14 +193,16 @@ def value_and_grad(loss: Callable) -> Callable:
     (9.0, [6.0])
     """
     statistics = getattr(loss, STATISTICS, None)
-    return jax.value_and_grad(rewritten(loss)) if statistics is None else _with_statistics(statistics)
+    if statistics is not None:
+        return _with_statistics(statistics)
+    return _divided(loss, jax.value_and_grad(rewritten(loss)))
 
 
 def grad(loss: Callable) -> Callable:
     """``jax.grad(loss)``, with respect to the first argument, of the loss as the engine rewrites it."""
     if getattr(loss, STATISTICS, None) is not None:
         return lambda *args: value_and_grad(loss)(*args)[1]
-    return jax.grad(rewritten(loss))
+    return _divided(loss, jax.grad(rewritten(loss)))
 
 
 # --- a client's examples ---------------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def _explain(loaded: Any, json: bool) -> None:
         console.print(f"exchange {exchange['name']}: a client receives {down}, sends {up}")
         for line in found["convolutions"][exchange["name"]] or ["no XLA convolution"]:
             console.print(f"  {escape(line)}")
-        for line in found["matrices"][exchange["name"]]:
+        for line in (*found["gradients"][exchange["name"]], *found["matrices"][exchange["name"]]):
             console.print(f"  {escape(line)}")
         if found["kernels"][exchange["name"]]:
             console.print(f"  kernels: {escape(', '.join(found['kernels'][exchange['name']]))}")

@@ -26,7 +26,8 @@ LARGE = 1 << 16  # bytes of the smallest array that becomes an argument; XLA may
 def jit(function: Callable, *, sharding: Any = None, static_argnums: tuple[int, ...] = (), **options: Any) -> Program:
     """``jax.jit(function, **options)``, but arrays of at least LARGE bytes that it captures are arguments.
 
-    sharding: where captured arrays are placed, for a program on several devices; None leaves them where they are.
+    sharding: where captured arrays are placed, for a program on several devices, or a function from the shape of an
+        array to that; None leaves them where they are.
 
     >>> import jax.numpy as jnp
     >>> table = jnp.ones((200, 100))
@@ -141,4 +142,6 @@ def _is_large(const: Any) -> bool:
 
 
 def _placed(const: Any, sharding: Any) -> Any:
-    return const if is_traced(const) else jax.device_put(const, sharding)
+    if is_traced(const):
+        return const
+    return jax.device_put(const, sharding(const.shape) if callable(sharding) else sharding)

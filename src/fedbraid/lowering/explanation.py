@@ -15,6 +15,7 @@ from fedbraid.core import Algorithm, Exchange
 from fedbraid.local import ClientData, Fold, LocalWork
 from fedbraid.lowering import kernels
 from fedbraid.lowering.grown import Growth, extent_of, grow
+from fedbraid.lowering.microbatch import HIDDEN, WHOLE, recording_microbatches
 from fedbraid.lowering.options import LoweringOptions
 from fedbraid.lowering.programs import lower
 from fedbraid.lowering.rewrite import recording
@@ -43,6 +44,7 @@ class Explanation(NamedTuple):
     convolutions: dict[str, list[str]]  # one line per convolution and max pool: how it runs, or why XLA runs it
     matrices: dict[str, list[str]]  # one line per matrix that is, or could be, stored as rows
     kernels: dict[str, list[str]]  # the GPU kernels of this library that the program calls
+    gradients: dict[str, list[str]]  # how gradients are divided into microbatches; empty without `microbatch`
 
     def grown(self) -> list[str]:
         """The lines about matrices that are stored as rows."""
@@ -66,7 +68,7 @@ def explain(
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
     server, state = jax.eval_shape(alg.init, params), jax.eval_shape(alg.init_client, params)
-    found = Explanation({}, {}, {})
+    found = Explanation({}, {}, {}, _gradients(alg, params, data, options))
     # with convolutions="native" the explanation rewrites a copy, to find the convolutions
     rewritten, lowered = lower(alg, LoweringOptions(precision=options.precision)), lower(alg, options)
     for exchange, other in zip(lowered.exchanges, rewritten.exchanges, strict=True):
@@ -82,6 +84,20 @@ def explain(
         if not (on.lanes and isinstance(exchange.client, LocalWork)):
             names.update(_kernel_names(jax.make_jaxpr(exchange.client)(down, state, data, key).jaxpr))
         found.kernels[exchange.name] = [f"{name} x {count}" for name, count in sorted(names.items())]
+    return found
+
+
+def _gradients(alg: Algorithm, params: PyTree, data: ClientData, options: LoweringOptions) -> dict[str, list[str]]:
+    """For each exchange, lines about the gradients of its clients, if `microbatch` is set."""
+    found: dict[str, list[str]] = {exchange.name: [] for exchange in alg.exchanges}
+    if options.microbatch is None:
+        return found
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    server, state = jax.eval_shape(alg.init, params), jax.eval_shape(alg.init_client, params)
+    for exchange in lower(alg, options).exchanges:
+        with recording_microbatches() as lines:
+            jax.eval_shape(exchange.client, jax.eval_shape(exchange.send, server), state, data, key)
+        found[exchange.name] = lines
     return found
 
 
@@ -147,6 +163,7 @@ def notice_unmet(
     """Tell the user about options that were set but have no effect in this run."""
     if options.precision in ("tf32", "bfloat16") and kernels.platform() == "cpu":
         notice(f"precision={options.precision!r} has no effect on a CPU, which computes all products in float32")
+    _notice_microbatch(alg, params, data, options)
     if options.matrices != "grown":
         return
     if not on.lanes:
@@ -157,3 +174,16 @@ def notice_unmet(
         lines = sorted({line for lines in found.matrices.values() for line in lines})
         reasons = "; ".join(lines) or "clients have no matrix that starts with the same values on all of them"
         notice(f"matrices='grown' has no effect, no matrix can be stored as rows: {reasons}")
+
+
+def _notice_microbatch(alg: Algorithm, params: PyTree, data: ClientData, options: LoweringOptions) -> None:
+    """Tell the user about gradients that `microbatch` does not divide."""
+    if options.microbatch is None:
+        return
+    lines = {line for lines in _gradients(alg, params, data, options).values() for line in lines}
+    whole = sorted(line.removeprefix(WHOLE) for line in lines if line.startswith(WHOLE))
+    if len(whole) == len(lines):
+        reasons = "; ".join(whole) or "clients compute no gradient with fedbraid.local.grad or value_and_grad"
+        notice(f"microbatch={options.microbatch} has no effect: {reasons}")
+    elif HIDDEN in whole:
+        notice(f"microbatch={options.microbatch} has no effect on some gradients: {HIDDEN}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fedbraid.core import check_choice
+from fedbraid.core import check_choice, check_count
 
 __all__ = [
     "CONVOLUTIONS",
@@ -43,6 +43,8 @@ class LoweringOptions:
         memory traffic.
     remat: "layers" computes the inside of loops over layers (``lax.scan``) again for the gradient, and stores only what
         the loops carry: less memory, about a third more time. "none" stores what gradients need.
+    microbatch [examples]: computes the gradient of a batch in parts of at most so many examples, one after the other,
+        and adds them: less memory. The loss must be a mean over the examples of a batch. None takes whole batches.
 
     >>> LoweringOptions(convolutions="native").precision
     'default'
@@ -52,9 +54,12 @@ class LoweringOptions:
     precision: Precision = "default"
     matrices: Matrices = "auto"
     remat: Remat = "none"
+    microbatch: int | None = None
 
     def __post_init__(self) -> None:
         check_choice("convolutions", self.convolutions, CONVOLUTIONS)
         check_choice("precision", self.precision, tuple(PRECISIONS))
         check_choice("matrices", self.matrices, MATRICES)
         check_choice("remat", self.remat, REMAT)
+        if self.microbatch is not None:
+            check_count("microbatch", self.microbatch)

@@ -16,8 +16,9 @@ from typing import Any
 import jax
 
 from fedbraid.core import Algorithm
-from fedbraid.local import map_work, rewriting
+from fedbraid.local import dividing, map_work, rewriting
 from fedbraid.lowering import kernels
+from fedbraid.lowering.microbatch import microbatches
 from fedbraid.lowering.mixed import narrow_activations
 from fedbraid.lowering.options import PRECISIONS, LoweringOptions, Remat
 from fedbraid.lowering.remat import remat_layers
@@ -44,10 +45,11 @@ def lower(alg: Algorithm, options: LoweringOptions) -> Algorithm:
 def lower_function(function: Callable, options: LoweringOptions) -> Callable:
     """A function of arrays, rewritten like the clients of :func:`lower`."""
     rewrite = fast_convolutions if options.convolutions == "fast" else None
+    divide = None if options.microbatch is None else microbatches(options.microbatch)
 
     def run(*args: Any) -> Any:
         narrow = options.precision == "bfloat16" and kernels.available()
-        with rewriting(_change(rewrite, narrow, options.remat)), precision_of(options):
+        with rewriting(_change(rewrite, narrow, options.remat)), dividing(divide), precision_of(options):
             return function(*args)
 
     return run if rewrite is None else rewrite(run)

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbraid.core import check_choice, check_number
-from fedbraid.local import APPLIES_MASK
+from fedbraid.local import APPLIES_MASK, WEIGHTS
 from fedbraid.lowering.adapted import Adapted, with_adapted
 from fedbraid.metric import as_metrics
 from fedbraid.models.model import Array, Model, PyTree, check_sizes
@@ -125,6 +125,9 @@ def lora(
         return jax.tree.map(lambda leaf: _sum(leaf) if isinstance(leaf, Adapted) else leaf, silent, is_leaf=_is_adapted)
 
     setattr(loss, APPLIES_MASK, getattr(model.loss, APPLIES_MASK, False))
+    weights = getattr(model.loss, WEIGHTS, None)
+    if weights is not None:
+        setattr(loss, WEIGHTS, lambda params, batch: weights(base, batch))
     metrics = as_metrics(model.metrics).through(lambda measure: lambda p, batch: with_adapted(measure, parts(p), batch))
     return Model(init, loss, metrics, lambda p, x: with_adapted(model.predict, parts(p), x), model.targets, merge=merge)
 

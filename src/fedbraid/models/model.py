@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedbraid.local import APPLIES_MASK, HEAD, NORM, STATISTICS, Statistics
+from fedbraid.local import APPLIES_MASK, HEAD, NORM, STATISTICS, WEIGHTS, Statistics
 from fedbraid.metric import Metric, Metrics, declared_by, declares
 from fedbraid.models.targets import Targets
 
@@ -139,6 +139,13 @@ def supervised(
             scores["loss"] = (sums + weights * penalty(params), weights)
         return scores
 
+    def weights(params: PyTree, batch: Batch) -> Array:
+        """The weight of each example in the mean loss; it does not depend on the outputs, only on their shapes."""
+        shapes = jax.eval_shape(lambda params, x: apply(params, x, None), params, batch["x"])
+        outputs = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return per_example(outputs, batch["y"], mask_of(batch))["loss"][1]
+
+    setattr(loss, WEIGHTS, weights)
     for function in (loss, update):
         setattr(function, APPLIES_MASK, True)  # the scorer gets the mask: engines need not check padding
     setattr(loss, HEAD, head)

@@ -16,6 +16,7 @@ from fedbraid.notices import notice
 
 __all__ = [
     "AXIS",
+    "MODEL",
     "client_mesh",
     "cores",
     "free_memory",
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 AXIS = "clients"
+MODEL = "model"
 DEVICES = 64  # most host devices on a machine with fewer cores
 
 
@@ -58,16 +60,28 @@ def use_cores(count: int | None = None) -> int:
     return found
 
 
-def client_mesh(devices: int | None = None) -> Mesh:
-    """A mesh with one axis, ``clients``, over the first ``devices`` devices of every host (default: all)."""
+def client_mesh(devices: int | None = None, model_devices: int = 1) -> Mesh:
+    """A mesh over the first ``devices`` devices of every host (default: all).
+
+    Its axis is ``clients``. With ``model_devices > 1`` there is a second axis of this length, ``model``.
+    """
     local = jax.local_devices()
+    if model_devices > 1 and jax.process_count() > 1:
+        raise ValueError(f"model_devices = {model_devices}: a model can be divided over the devices of one host only")
     if devices is not None and not 1 <= devices <= len(local):
         raise ValueError(
             f"devices must be between 1 and {len(local)}, the devices jax shows here, got {devices}; on a CPU call "
             "fedbraid.use_cores(n) before anything else to get more"
         )
     every = [d for p in range(jax.process_count()) for d in jax.local_devices(process_index=p)[:devices]]
-    return Mesh(np.array(every), (AXIS,))
+    if model_devices == 1:
+        return Mesh(np.array(every), (AXIS,))
+    if len(every) % model_devices:
+        raise ValueError(
+            f"model_devices = {model_devices}: it must divide the number of devices, which is {len(every)}; set "
+            f"devices to a multiple of {model_devices}"
+        )
+    return Mesh(np.array(every).reshape(-1, model_devices), (AXIS, MODEL))
 
 
 def place(tree: Any, where: NamedSharding) -> Any:

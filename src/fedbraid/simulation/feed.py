@@ -19,7 +19,7 @@ from fedbraid.core import Algorithm
 from fedbraid.data.federated import Split
 from fedbraid.data.store import gather
 from fedbraid.simulation.asynchrony import Jobs
-from fedbraid.simulation.devices import place, replicated, sharded
+from fedbraid.simulation.devices import AXIS, place, replicated, sharded
 from fedbraid.simulation.options import EngineOptions
 from fedbraid.simulation.plan import Load, Plan, Slots, cohorts_of, lay_out, steps_of
 from fedbraid.simulation.program import Task
@@ -171,9 +171,9 @@ class Feed:
         return slots._replace(offset=offset.ravel()), arrays
 
     def _mine(self) -> list[int]:
-        """The indices of this process's devices in the mesh."""
-        own = jax.process_index()
-        return [i for i, device in enumerate(self.mesh.devices.flat) if device.process_index == own]
+        """The indices of this process's devices in the mesh, along the axis of clients."""
+        own, rows = jax.process_index(), self.mesh.devices.reshape(self.mesh.shape[AXIS], -1)
+        return [i for i, group in enumerate(rows) if group[0].process_index == own]
 
     def _put(self, arrays: tuple[dict[str, Any], ...]) -> Any:
         """Copy this host's blocks to its devices."""

@@ -1,8 +1,9 @@
 """Options of the engine: how a run is computed, as one frozen dataclass.
 
-Results do not depend on these options beyond rounding. To add an option, add a field here (or in
-:class:`fedbraid.lowering.options.LoweringOptions` if it changes how clients are compiled), the code that reads it, and
-a line in ``docs/scale.md``. Configurations and the command line read the fields from this class.
+Results do not depend on these options beyond rounding, except that dropout with ``microbatch`` draws other masks. To
+add an option, add a field here (or in :class:`fedbraid.lowering.options.LoweringOptions` if it changes how clients are
+compiled), the code that reads it, and a line in ``docs/scale.md``. Configurations and the command line read the fields
+from this class.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class EngineOptions(LoweringOptions):
         ``fedbraid tune-engine`` measures which plan and chunk are fastest. If a device runs out of memory, the chunk is
         halved and the round repeated.
     devices [devices]: devices of each host to use; None uses all.
+    model_devices [devices]: devices over which the model of each client is divided, for models that do not fit on one
+        device beside the clients' data. It must divide the number of devices.
     data_in: "device" copies all examples to the devices, "host" streams each cohort; "auto" copies if they fit.
     ahead [cohorts]: cohorts of streamed examples that are gathered while another one trains.
     states_in: where client states are kept: "device", "host" (memory), or the path of a folder; "auto" chooses.
@@ -41,6 +44,7 @@ class EngineOptions(LoweringOptions):
     plan: Literal["auto", "sequential", "chunks", "lanes"] = "auto"
     chunk: int | Literal["auto"] = "auto"
     devices: int | None = None
+    model_devices: int = 1
     data_in: Literal["auto", "device", "host"] = "auto"
     states_in: str | Path = "auto"
     ahead: int = 2
@@ -53,6 +57,12 @@ class EngineOptions(LoweringOptions):
         check_chunk(self.chunk)
         if self.devices is not None:
             check_count("devices", self.devices)
+        check_count("model_devices", self.model_devices)
+        if self.model_devices > 1 and self.plan == "lanes":
+            raise ValueError(
+                f'model_devices = {self.model_devices}: models over several devices need the plan "chunks", or '
+                '"sequential" if all devices hold one model, got plan = "lanes"'
+            )
         check_choice("data_in", self.data_in, PLACES)
         check_count("ahead", self.ahead)
 

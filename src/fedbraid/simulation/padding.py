@@ -21,7 +21,7 @@ from fedbraid.core import Algorithm, is_traced
 from fedbraid.data.federated import Split
 from fedbraid.local import APPLIES_MASK, MASK, LocalWork, rewriting
 
-__all__ = ["Loss", "check_padding", "recorded_losses"]
+__all__ = ["CHEAP", "Loss", "check_padding", "filled", "recorded_losses", "shape_of"]
 
 PyTree = Any
 TOLERANCE = 1e-3
@@ -45,7 +45,7 @@ def recorded_losses() -> Iterator[list[Loss]]:
         def run(*args: Any) -> Any:
             takes_batch = len(args) > 1 and isinstance(args[1], Mapping) and MASK in args[1]
             if takes_batch and not getattr(function, APPLIES_MASK, False):
-                found.append(Loss(jax.make_jaxpr(function)(*args), jax.tree.map(_shape, args)))
+                found.append(Loss(jax.make_jaxpr(function)(*args), jax.tree.map(shape_of, args)))
             return function(*args)
 
         return run
@@ -112,13 +112,13 @@ def _values(loss: Loss, params: PyTree, split: Split) -> tuple[np.ndarray, np.nd
     batch[MASK] = (jnp.arange(rows) < (rows + 1) // 2).astype(wanted[MASK].dtype)
     if split.preprocess is not None:
         batch = dict(split.preprocess(batch, None, False))
-    if jax.tree.map(_shape, batch) != dict(wanted):
+    if jax.tree.map(shape_of, batch) != dict(wanted):
         return None
     other = {name: field if name == MASK else _other(field, batch[MASK]) for name, field in batch.items()}
     rng = np.random.default_rng(0)
-    start = _filled(params, loss.arguments[0], rng)
-    rest = tuple(_filled(None, argument, rng) for argument in loss.arguments[2:])
-    consts = [_filled(None if is_traced(const) else const, _shape(const), rng) for const in loss.program.consts]
+    start = filled(params, loss.arguments[0], rng)
+    rest = tuple(filled(None, argument, rng) for argument in loss.arguments[2:])
+    consts = [filled(None if is_traced(const) else const, shape_of(const), rng) for const in loss.program.consts]
     options = CHEAP if jax.default_backend() == "cpu" else None
 
     def run(consts: list[Any], arguments: tuple[PyTree, ...]) -> list[Any]:
@@ -129,7 +129,7 @@ def _values(loss: Loss, params: PyTree, split: Split) -> tuple[np.ndarray, np.nd
     return one, two
 
 
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf))
 
 
@@ -141,7 +141,7 @@ def _other(field: Any, mask: Any) -> Any:
     return jnp.where((mask > 0).reshape(-1, *[1] * (field.ndim - 1)), field, moved)
 
 
-def _filled(known: PyTree, like: PyTree, rng: np.random.Generator) -> PyTree:
+def filled(known: PyTree, like: PyTree, rng: np.random.Generator) -> PyTree:
     """Arrays shaped like ``like``: the known ones moved at random, so that no gradient is zero, or random ones."""
 
     def random(leaf: Any, value: Any) -> Any:

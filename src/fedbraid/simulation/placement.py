@@ -64,7 +64,12 @@ def place_run(
     asynchronous: clients have different models, so the plan cannot be lanes.
     """
     split = data.train
-    mesh = client_mesh(options.devices)
+    mesh = client_mesh(options.devices, options.model_devices)
+    if asynchronous and options.model_devices > 1:
+        raise ValueError(
+            f"model_devices = {options.model_devices}: an asynchronous run keeps many models, and they are not divided "
+            "over devices; use model_devices = 1"
+        )
     plan = choose_plan(alg, params, data, mesh, without_lanes(options, mesh) if asynchronous else options, cohort)
     on_host, folder = states_on_host(alg, params, split.num_clients, options, mesh, states_beside)
     return Placement(mesh, plan, streams(options, split, mesh), on_host, folder)

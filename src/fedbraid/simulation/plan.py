@@ -19,6 +19,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import groupby, zip_longest
 from typing import Any, Literal, NamedTuple
 
@@ -33,7 +34,8 @@ from fedbraid.data.federated import Split
 from fedbraid.local import LocalWork
 from fedbraid.lowering import Lanes, captured, lower
 from fedbraid.simulation import hosts
-from fedbraid.simulation.devices import total_memory
+from fedbraid.simulation.devices import AXIS, client_mesh, total_memory
+from fedbraid.simulation.model_axis import divided_shapes, has_model_axis, model_sharding, over_model
 from fedbraid.simulation.options import EngineOptions
 
 __all__ = [
@@ -230,8 +232,10 @@ def choose_plan(alg: Algorithm, params: Any, data: Any, mesh: Mesh, options: Eng
     Other work on the machine has no influence, so the same configuration always gets the same plan.
     """
     split: Split = data.train
-    device, devices = mesh.local_devices[0], mesh.devices.size
+    device, devices = mesh.local_devices[0], mesh.shape[AXIS]
     kind, chunk = options.plan, options.chunk
+    if has_model_axis(mesh):
+        return _model_plan(alg, params, data, mesh, options, cohort)
     if kind == "auto":
         kind = "sequential" if device.platform == "cpu" else "lanes"
     if kind == "sequential":
@@ -248,6 +252,22 @@ def choose_plan(alg: Algorithm, params: Any, data: Any, mesh: Mesh, options: Eng
     return Plan(kind, devices, cohort, min(int(chunk), share), alike, usual)
 
 
+def _model_plan(alg: Algorithm, params: Any, data: Any, mesh: Mesh, options: EngineOptions, cohort: int) -> Plan:
+    """The plan for models over several devices. All devices take the same steps, so groups need padded chunks."""
+    groups, cpu = mesh.shape[AXIS], mesh.local_devices[0].platform == "cpu"
+    if options.plan == "sequential" and groups > 1:
+        raise ValueError(
+            f'plan = "sequential": {groups} groups of {options.model_devices} devices run clients in chunks, because '
+            f'all devices take the same steps; use plan = "chunks", or model_devices = {mesh.devices.size}'
+        )
+    if groups == 1 and (options.plan == "sequential" or (options.plan == "auto" and cpu)):
+        return Plan("sequential", 1, cohort, 1)
+    share, chunk = -(-cohort // groups), options.chunk
+    if chunk == "auto":
+        chunk = 1 if cpu else most_clients(client_bytes(alg, params, data, options), mesh) or share
+    return Plan("chunks", groups, cohort, min(int(chunk), share))
+
+
 def _alike(alg: Algorithm, split: Split) -> int:
     """The size of a client if all clients take the same number of steps, else 0."""
     folds = (fold for exchange in alg.exchanges for fold in steps_of(exchange.client, split.sizes))
@@ -260,17 +280,25 @@ def most_clients(need: int | None, mesh: Mesh) -> int | None:
 
 
 def client_bytes(alg: Algorithm, params: Any, data: Any, options: EngineOptions) -> int | None:
-    """Bytes that one more client in a chunk takes, by the compiled program; None if hyper-parameters are traced."""
+    """Bytes that one more client in a chunk takes on each device, by the compiled program.
+
+    None if hyper-parameters are traced.
+    """
     key = jax.eval_shape(lambda: jax.random.key(0))
     server, state = jax.eval_shape(alg.init, params), jax.eval_shape(alg.init_client, params)
     whole = data_shapes(data)
     few = {n: jax.ShapeDtypeStruct((whole.cap, *s.shape[1:]), s.dtype) for n, s in whole.arrays.items()}
     own = replace(whole, arrays=few)
-    largest = 0
-    for exchange in lower(alg, options).exchanges:
+    largest, lowered, where = 0, lower(alg, options), None
+    mesh = client_mesh(options.model_devices, options.model_devices) if options.model_devices > 1 else None
+    if mesh is not None:
+        lowered, where = over_model(lowered, mesh), partial(model_sharding, mesh)
+    for exchange in lowered.exchanges:
         down = jax.eval_shape(exchange.send, server)
+        if mesh is not None:
+            down, state = divided_shapes(mesh, down), divided_shapes(mesh, state)
         try:
-            compiled = captured.jit(exchange.client).lower(down, state, own, key).compile()
+            compiled = captured.jit(exchange.client, sharding=where).lower(down, state, own, key).compile()
         except jax.errors.UnexpectedTracerError:
             return None
         used = compiled.memory_analysis()

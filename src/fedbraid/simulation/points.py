@@ -39,6 +39,7 @@ from fedbraid.simulation.evaluate import in_batches
 from fedbraid.simulation.feed import Feed
 from fedbraid.simulation.history import History
 from fedbraid.simulation.loop import RoundLoop, Schedule
+from fedbraid.simulation.means import check_means
 from fedbraid.simulation.one_point import OnePoint, PointTask, Study
 from fedbraid.simulation.options import EngineOptions
 from fedbraid.simulation.padding import check_padding, recorded_losses
@@ -101,6 +102,11 @@ class Points:
         self.base: PointTask = study.build(study.first, study.data)
         alg = self.base.task.algorithm
         params = jax.eval_shape(lambda: self.base.init(self.seeds[0]))
+        if options.model_devices > 1:
+            raise ValueError(
+                f"model_devices = {options.model_devices}: points that run together keep many models, and they are not "
+                "divided over devices; use model_devices = 1"
+            )
         devices = client_mesh(options.devices)
         self.stream: bool = streams(options, split, devices)
         # with states on the host, each exchange is one call that uses all devices, so points are not spread over them
@@ -113,6 +119,7 @@ class Points:
         with recorded_losses() as losses:
             self.traffic: Cost = cost(alg, params, study.data)
         check_padding(losses, alg, params, split)
+        check_means(alg, params, split, options)
         task = self.base.task
         check_timing(task, params)
         if task.timing is not None:

@@ -26,6 +26,7 @@ from fedbraid.simulation.arrival import Arrival, everyone
 from fedbraid.simulation.asynchrony import Versions
 from fedbraid.simulation.devices import AXIS, replicated
 from fedbraid.simulation.lanes import run_on_lanes
+from fedbraid.simulation.model_axis import divided, has_model_axis, model_sharding, over_model
 from fedbraid.simulation.options import EngineOptions
 from fedbraid.simulation.plan import Plan, Slots
 from fedbraid.simulation.tally import SharedInputs, Sizes, Tally, add_client, only, server_step, total, zero_tally
@@ -67,11 +68,13 @@ def compile_rounds(task: Task, plan: Plan, mesh: Mesh, options: EngineOptions, *
 
     local: each device holds only the examples of its own clients (streamed data); else every device holds all.
     """
-    lowered = replace(task, algorithm=lower(task.algorithm, options))
+    alg = lower(task.algorithm, options)
+    lowered = replace(task, algorithm=over_model(alg, mesh) if has_model_axis(mesh) else alg)
     rounds = _Rounds(lowered, plan, mesh, options, local)
     # with several hosts every host must be able to read the results; on one host the compiler chooses the sharding
     everywhere = {"out_shardings": replicated(mesh)} if mesh.is_multi_process else {}
-    compiled = partial(captured.jit, sharding=replicated(mesh) if mesh.devices.size > 1 else None, **everywhere)
+    where = partial(model_sharding, mesh) if has_model_axis(mesh) else replicated(mesh)
+    compiled = partial(captured.jit, sharding=where if mesh.devices.size > 1 else None, **everywhere)
     return Program(compiled(rounds.many), compiled(rounds.exchange, static_argnums=(0,)))
 
 
@@ -125,7 +128,9 @@ class _Rounds:
             past = jax.tree.map(lambda all_, new: all_.at[place].set(new), server.past, down)
             server = server.server
         spread = partial(self.on_device, index)
-        if self.plan.devices > 1:
+        if has_model_axis(self.mesh):
+            slots = self.in_all_blocks(slots, arrays)
+        elif self.plan.devices > 1:
             one, many = P(), P(AXIS)
             each: Any = many if exchange.reducer.kind == "gather" else one
             spread = jax.shard_map(
@@ -138,15 +143,27 @@ class _Rounds:
         tally, states = spread((down, past), arrays, slots, states, key, seed_key)
         weight, sizes = jnp.sum(tally.weight), Sizes(self.task.data.train.num_clients, self.plan.cohort)
         server, logs = server_step(exchange, server, tally[:3], sizes, key, address.server_noise(key))
+        if has_model_axis(self.mesh):
+            server, states = divided(self.mesh, server), divided(self.mesh, states, 1)
         row = {f"{exchange.name}/{k}": v / jnp.where(weight > 0, weight, jnp.nan) for k, v in tally.metrics.items()}
         row |= {f"{exchange.name}/{name}": value for name, value in logs.items()}
         row |= {f"{exchange.name}/arrived": tally.count, f"{exchange.name}/refused": tally.refused}
         return server if past is None else Versions(server, past), states, row
 
+    def in_all_blocks(self, slots: Slots, arrays: PyTree) -> Slots:
+        """Slots for a program that sees the examples of all groups of devices: offsets count from the first block."""
+        if not self.local:
+            return slots
+        groups, rows = self.plan.devices, len(jax.tree.leaves(arrays)[0])
+        group = jnp.arange(len(slots.ids), dtype=slots.offset.dtype) // (len(slots.ids) // groups)
+        return slots._replace(offset=slots.offset + group * (rows // groups))
+
     def on_device(
         self, index: int, downs: tuple, arrays: PyTree, slots: Slots, states: PyTree, key: Any, seed_key: Any
     ) -> tuple[Tally, PyTree]:
         """Run the clients of one device by the plan, and sum their tally over the devices.
+
+        With models over several devices this is one program for all of them, and nothing is left to sum.
 
         downs: the message of the current model, and of an asynchronous task those of past models, by place.
         """
@@ -163,8 +180,9 @@ class _Rounds:
         elif plan.kind == "lanes" and isinstance(exchange.client, LocalWork):
             tally, states = run_on_lanes(shared, plan, self.options.matrices, states)
         else:
-            tally, states = _chunks(shared, gather, plan.chunk, states)
-        if plan.devices > 1:
+            groups = plan.devices if has_model_axis(self.mesh) else 1
+            tally, states = _chunks(shared, gather, plan.chunk, states, groups)
+        if plan.devices > 1 and not has_model_axis(self.mesh):
             summed = jax.lax.psum(tally[2:] if gather else tally, AXIS)
             tally = Tally(tally.combined, tally.weight, *summed) if gather else Tally(*summed)
         return tally, states
@@ -184,22 +202,36 @@ def _sequential(shared: SharedInputs, gather: bool, states: PyTree) -> tuple[Tal
     return jax.lax.fori_loop(0, shared.slots.live[0], body, (empty, states))
 
 
-def _chunks(shared: SharedInputs, gather: bool, chunk: int, states: PyTree) -> tuple[Tally, PyTree]:
-    """Vmapped chunks, one after the other. An empty slot runs a client of one example; its result is masked."""
-    slots = len(shared.slots.ids)
-    cut = partial(jax.tree.map, lambda leaf: leaf.reshape(slots // chunk, chunk, *leaf.shape[1:]))
-    live = (jnp.arange(slots, dtype=shared.slots.live.dtype) < shared.slots.live[0]).reshape(slots // chunk, chunk)
+def _chunks(shared: SharedInputs, gather: bool, chunk: int, states: PyTree, groups: int = 1) -> tuple[Tally, PyTree]:
+    """Vmapped chunks, one after the other. An empty slot runs a client of one example; its result is masked.
+
+    groups: number of groups of devices that this program runs on, each with slots of its own; see `model_axis`.
+    """
+    each = len(shared.slots.ids) // groups
+    run = jax.vmap(shared.run) if groups == 1 else jax.vmap(shared.run, spmd_axis_name=AXIS)
+
+    def cut(leaf: Any) -> Any:  # [chunks, groups * chunk, ...]
+        leaf = leaf.reshape(groups, each // chunk, chunk, *leaf.shape[1:])
+        return jnp.swapaxes(leaf, 0, 1).reshape(each // chunk, groups * chunk, *leaf.shape[3:])
+
+    def flat(leaf: Any) -> Any:  # in the order of the slots
+        leaf = leaf.reshape(each // chunk, groups, chunk, *leaf.shape[2:])
+        return jnp.swapaxes(leaf, 0, 1).reshape(groups * each, *leaf.shape[3:])
+
+    live = jnp.arange(each, dtype=shared.slots.live.dtype) < shared.slots.live[:groups, None]
 
     def one_chunk(carry: None, xs: Any) -> tuple[None, Any]:
         slot, state, used = xs
-        result = jax.vmap(shared.run)(slot, state)
+        result = run(slot, state)
         tally = only(used, result.tally)
         if gather:
             return carry, (Tally(tally.combined, tally.weight, *map(total, tally[2:])), result.state)
         return carry, (total(tally), result.state)
 
-    _, (tallies, states) = jax.lax.scan(one_chunk, None, (cut(jnp.arange(slots)), cut(states), live))
-    flat = partial(jax.tree.map, lambda leaf: leaf.reshape(slots, *leaf.shape[2:]))
+    inputs = cut(jnp.arange(groups * each)), jax.tree.map(cut, states), cut(live.reshape(-1))
+    _, (tallies, states) = jax.lax.scan(one_chunk, None, inputs)
+    states = jax.tree.map(flat, states)
     if gather:
-        return Tally(flat(tallies.combined), flat(tallies.weight), *map(total, tallies[2:])), flat(states)
-    return total(tallies), flat(states)
+        combined, weight = jax.tree.map(flat, (tallies.combined, tallies.weight))
+        return Tally(combined, weight, *map(total, tallies[2:])), states
+    return total(tallies), states

@@ -93,7 +93,8 @@ class CompiledRounds:
 
     programs: makes the program of a plan; called again with a smaller chunk when a device runs out of memory.
     points: number of points that run together; None for a single run, whose arrays have no axis of points.
-    sharding: of the server and the client states.
+    sharding: of the server and the client states, or a function from the shape of an array and its number of axes that
+        are not part of the model to that.
 
     Attributes to set: scorer is (server) -> scores; personal is (server, function from numbers of clients to their
     states) -> scores of the clients' own models; checkpoints is the folder of checkpoints; run is what determines
@@ -154,11 +155,16 @@ class CompiledRounds:
                 shape = (*leaf.shape[:axis], population, *leaf.shape[axis:])
                 return jnp.broadcast_to(jnp.expand_dims(leaf, axis), shape) + jnp.zeros((), leaf.dtype)
 
-            self.states = self._placed(jax.tree.map(wide, self.first))
+            self.states = self._placed(jax.tree.map(wide, self.first), 1)
 
-    def _placed(self, tree: PyTree) -> PyTree:
+    def _placed(self, tree: PyTree, leading: int = 0) -> PyTree:
         """Put a tree on the devices of the run; traced values are returned unchanged."""
-        return tree if _traced(tree) else place(tree, self.sharding)
+        if _traced(tree):
+            return tree
+        where: Any = self.sharding
+        if callable(where):
+            return jax.device_put(tree, jax.tree.map(lambda leaf: where(jnp.shape(leaf), leading), tree))
+        return place(tree, self.sharding)
 
     # -- rounds
 
@@ -280,8 +286,8 @@ class CompiledRounds:
         if plan.chunk == 1:
             raise MemoryError(
                 f"out of device memory in round {self.done + 1} with one client at a time: use a smaller model or "
-                "batch size, data_in = 'host', states_in = 'host' or more devices; the device said: "
-                + next(line for line in said.splitlines() if EXHAUSTED in line).strip()
+                "batch size, microbatch, model_devices, data_in = 'host', states_in = 'host' or more devices; the "
+                "device said: " + next(line for line in said.splitlines() if EXHAUSTED in line).strip()
             )
         if hosts.several():  # the other hosts wait in the middle of this round and cannot change their plan
             raise MemoryError(
@@ -341,7 +347,7 @@ class CompiledRounds:
             if hosts.is_first():  # the other hosts get the states from it
                 self.host_states.restore(saved)
         else:
-            self.states = self._placed(self._device_states(saved))
+            self.states = self._placed(self._device_states(saved), 1)
         self.history.restore(tree)
 
     def _device_states(self, saved: dict[str, Any]) -> PyTree:

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from fedbraid.simulation.evaluate import evaluator, metrics_of
 from fedbraid.simulation.feed import Feed
 from fedbraid.simulation.history import History
 from fedbraid.simulation.loop import RoundLoop, Schedule
+from fedbraid.simulation.means import check_means
+from fedbraid.simulation.model_axis import has_model_axis, model_sharding
 from fedbraid.simulation.options import EngineOptions, engine_options
 from fedbraid.simulation.padding import check_padding, recorded_losses
 from fedbraid.simulation.personal import has_own_models, personal_evaluator
@@ -100,6 +103,7 @@ def simulate(
     with recorded_losses() as losses:
         traffic = cost(alg, params, task.data)  # also checks the structure of the algorithm, before anything compiles
     check_padding(losses, alg, params, task.data.train)
+    check_means(alg, params, task.data.train, how)
     check_timing(task, params)
     _notice_unused_state(alg, params, task.data.train.num_clients, rounds, size)
 
@@ -209,6 +213,7 @@ def compiled_rounds(
         feed,
         History(traffic, plan.cohort),
         start,
+        sharding=partial(model_sharding, mesh) if has_model_axis(mesh) else None,
     )
 
 
