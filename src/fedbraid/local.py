@@ -109,7 +109,7 @@ def rewritten(function: Callable) -> Callable:
 _divide = jax.make_user_context(None)
 
 
-def dividing(divide: Callable[[Callable, Callable], Callable] | None) -> AbstractContextManager:
+def dividing(divide: Callable[[Callable, Callable], Callable] | None) -> AbstractContextManager[Any]:
     """For engines: a context in which the gradient of a loss may be computed in parts of its batch.
 
     ``divide(loss, function)`` returns a function with the results of ``function``, which takes the arguments of the

@@ -48,14 +48,18 @@ def _record(line: str) -> None:
         lines.append(line)
 
 
-def has_batch(args: tuple) -> bool:
+def has_batch(args: tuple[Any, ...]) -> bool:
     """Whether the arguments of a loss are ``(params, batch, ...)`` with a mask that has one entry for each example."""
     return len(args) > 1 and isinstance(args[1], Mapping) and MASK in args[1] and jnp.ndim(args[1][MASK]) == 1
 
 
-@cache  # the same function each time: jax's caches of compiled programs know it by identity
-def microbatches(size: int) -> Callable[[Callable, Callable], Callable]:
+def microbatches(size: int) -> Callable[..., Callable[..., Any]]:
     """For `fedbraid.local.dividing`: gradients over microbatches of at most ``size`` examples."""
+    return _microbatches(size)
+
+
+@cache  # the same function each time: jax's caches of compiled programs know it by identity
+def _microbatches(size: int) -> Callable[..., Callable[..., Any]]:
 
     def divide(loss: Callable, function: Callable) -> Callable:
         def run(*args: Any) -> Any:
