@@ -1,6 +1,6 @@
 """Local steps on one core, here and in PyTorch's eager mode: the transformer and the ResNet.
 
-    python benchmarks/eager.py --torch PYTHON [--networks gpt resnet] [--repeats 15] [--core 0] [--json]
+    python benchmarks/eager.py --torch PYTHON [--networks gpt resnet] [--repeats 15] [--core 0] [--json] [--out [FILE]]
 
 - gpt: 4.2 million parameters (4 layers of width 256, 128 tokens, vocabulary 2,048), 1 client x 5 steps x batch 8
 - resnet: ResNet-18 with group norm on 24 x 24 x 3 images, 1 client x 5 steps x batch 20
@@ -9,13 +9,17 @@
 by ``scaled_dot_product_attention`` and updates in place. Images are stored channels first and channels last there
 (``torch`` and ``torch, channels last``). Without ``--torch`` only this library is measured.
 
-Both programs start from the same weights. First the benchmark compares loss and gradient of one batch: ``differs`` is
-the largest difference of an entry of the gradient, divided by the largest entry of that array. Then all programs run on
-the same core, one round each in turn, ``--repeats`` times, so that other work on the machine slows all of them down
-equally. The table has the fastest and the median round, per step. The ratio is the median over the turns of this
-library's time divided by PyTorch's; below 1 this library is faster. It is given for the time on the clock and for the
-time of the processor. ``share`` is the share of the rate of a large matrix product in float32, measured on the same core
-in the same run; the operations are those of products and direct convolutions.
+Both programs start from the same weights. First the benchmark compares loss and gradient of one batch: ``loss`` and
+``gradient`` are the differences, divided by the loss and by the norm of the gradient. Then all programs run on the same
+core, one round each in turn, ``--repeats`` times, so that other work on the machine slows all of them down equally. The
+ratio is the median over the turns of this library's time divided by PyTorch's; below 1 this library is faster. It is
+given for the time of the processor, from which the milliseconds of a step (the fastest and the median round) come, and
+for the time on the clock, which on a busy machine includes waiting for the core. ``share`` is the share of the rate of
+a large matrix product in float32, measured on the same core in the same turns; the operations are those of products and
+direct convolutions.
+
+``--out`` writes the numbers into FILE (default: benchmarks/results/two-cores.json), from which docs/benchmarks.md is
+made (`published.py --page`).
 """
 
 from __future__ import annotations
@@ -105,8 +109,7 @@ def ours(network: str, folder: Path) -> None:
         began[:] = [time.perf_counter(), time.process_time()]
         return not line
 
-    # An evaluation after each round would be measured, too: the schedule of checkpoints does not apply either, so
-    # rounds are reported one by one because each takes longer than the time between two reports.
+    # A round takes longer than the time between two reports, so each round is reported.
     fb.simulate(alg, params, split, rounds=100_000, on_progress=answer)
 
 
@@ -130,7 +133,7 @@ class Program:
     """A program that runs a round when it is asked to."""
 
     def __init__(self, command: list[str], core: int) -> None:
-        limits = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+        limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -162,16 +165,20 @@ class Program:
         self.process.wait()
 
 
-def largest_difference(ours: Path, theirs: Path) -> float:
-    """Over all arrays: the largest difference of an entry, divided by the largest entry."""
+def differences(ours: Path, theirs: Path) -> dict[str, float]:
+    """Of the loss, divided by the loss, and of the gradient, divided by its norm."""
     with np.load(ours) as a, np.load(theirs) as b:
         if set(a) != set(b):
             raise SystemExit(f"different arrays: {sorted(set(a) ^ set(b))}")
-        return max(float(np.abs(a[name] - b[name]).max() / np.abs(a[name]).max()) for name in a)
+        names = [name for name in a if name != "loss"]
+        loss = float(abs(a["loss"] - b["loss"]) / abs(b["loss"]))
+        apart = sum(float(np.square(a[n] - b[n], dtype=np.float64).sum()) for n in names)
+        whole = sum(float(np.square(b[n], dtype=np.float64).sum()) for n in names)
+    return {"loss": loss, "gradient": (apart / whole) ** 0.5}
 
 
 def measured(network: str, torch: str | None, repeats: int, core: int) -> dict:
-    """Seconds of a step by program, the ratios to this library, and by how much gradients differ."""
+    """Seconds of a step by program, the ratios to PyTorch's, and by how much losses and gradients differ."""
     me = [sys.executable, str(HERE / "eager.py")]
     with tempfile.TemporaryDirectory() as name:
         folder, running = Path(name), {}
@@ -188,7 +195,7 @@ def measured(network: str, torch: str | None, repeats: int, core: int) -> dict:
             running["product"] = Program([*me, "--serve", "product", name], core)
             running["product"].until_ready()
             differs = {
-                one: largest_difference(folder / "ours.npz", folder / f"{one}.npz")
+                one: differences(folder / "ours.npz", folder / f"{one}.npz")
                 for one in running
                 if one.startswith("torch")
             }
@@ -196,17 +203,17 @@ def measured(network: str, torch: str | None, repeats: int, core: int) -> dict:
         finally:
             for program in running.values():
                 program.end()
-    rate = max(PRODUCTS / turn["product"][1] for turn in turns)
+    rate = PRODUCTS / statistics.median(turn["product"][1] for turn in turns)
     found = {}
     for one in (name for name in running if name != "product"):
-        clock = [turn[one][0] / STEPS for turn in turns]
-        share = operations(network) / min(clock) / rate
-        found[one] = {"best": min(clock), "median": statistics.median(clock), "share_of_products": share}
+        used = [turn[one][1] / STEPS for turn in turns]
+        share = statistics.median(operations(network) / PRODUCTS * STEPS * t["product"][1] / t[one][1] for t in turns)
+        found[one] = {"best": min(used), "median": statistics.median(used), "share_of_products": share}
         if one != "fedbraid":
-            for key, at in (("ratio", 0), ("ratio_of_processor_time", 1)):
+            for key, at in (("ratio", 1), ("ratio_on_the_clock", 0)):
                 found[one][key] = statistics.median(turn["fedbraid"][at] / turn[one][at] for turn in turns)
-            found[one]["differs"] = differs[one]
-    return {"gflops": rate / 1e9, "programs": found}
+            found[one] |= {"differs": differs[one]}
+    return {"gflops": rate / 1e9, "turns": repeats, "programs": found}
 
 
 def main() -> None:
@@ -216,24 +223,30 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--core", type=int, default=min(os.sched_getaffinity(0)))
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", nargs="?", const="", metavar="FILE", help="write the numbers into the published file")
     parser.add_argument("--serve", nargs=2, metavar=("NETWORK", "FOLDER"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve:
         what, folder = given.serve
         return product_rate() if what == "product" else ours(what, Path(folder))
     report = {network: measured(network, given.torch, given.repeats, given.core) for network in given.networks}
+    if given.out is not None:
+        from published import CPU, take_eager
+
+        take_eager(report, Path(given.out) if given.out else CPU)
     if given.json:
         print(json.dumps(report))
         return None
-    heads = ("ms a step: best", "median", "share", "ratio", "processor", "differs")
+    heads = ("best, ms", "median, ms", "share", "ratio", "on the clock", "loss", "gradient")
     for network, found in report.items():
         print(f"{network}: {found['gflops']:.0f} GFLOP/s of products")
-        print(f"{'':24}" + "".join(f"{head:>16}" for head in heads))
+        print(f"{'a step of':24}" + "".join(f"{head:>14}" for head in heads))
         for name, one in found["programs"].items():
             cells = [f"{1e3 * one['best']:.1f}", f"{1e3 * one['median']:.1f}", f"{one['share_of_products']:.2f}"]
             if "ratio" in one:
-                cells += [f"{one['ratio']:.2f}", f"{one['ratio_of_processor_time']:.2f}", f"{one['differs']:.1e}"]
-            print(f"{name:24}" + "".join(f"{cell:>16}" for cell in cells))
+                cells += [f"{one['ratio']:.2f}", f"{one['ratio_on_the_clock']:.2f}"]
+                cells += [f"{one['differs'][what]:.0e}" for what in ("loss", "gradient")]
+            print(f"{name:24}" + "".join(f"{cell:>14}" for cell in cells))
     return None
 
 
