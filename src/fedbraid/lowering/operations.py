@@ -44,8 +44,9 @@ Array = jax.Array
 Dense = dict[str, Array]
 _later: ContextVar[bool] = ContextVar("fedbraid_convolutions_later", default=False)
 FEW_ROWS = 16  # up to this batch size, transposing the inputs costs less than it saves
-# Rows of this many floats begin in the same set of a cache: reading a column is slow, so transposing costs less, too.
-ALIASED = 1024
+# Rows of this many floats begin in the same set of a cache. Reading a column is slow then, so with many rows transposing
+# the inputs costs less than it saves, too.
+ALIASED, MANY_ROWS = 1024, 64
 
 
 @contextmanager
@@ -74,7 +75,7 @@ def product(x: Array, w: Array) -> Array:
 
 
 def _transposing_pays(rows: int, size: int, out: int) -> bool:
-    return rows <= FEW_ROWS or (size % ALIASED == 0 and size > out)
+    return rows <= FEW_ROWS or (rows >= MANY_ROWS and size % ALIASED == 0 and size > out)
 
 
 @jax.custom_jvp
