@@ -44,8 +44,8 @@ Array = jax.Array
 Dense = dict[str, Array]
 _later: ContextVar[bool] = ContextVar("fedbraid_convolutions_later", default=False)
 FEW_ROWS = 16  # up to this batch size, transposing the inputs costs less than it saves
-# Rows of this many floats begin in the same set of a cache. Reading a column is slow then, so with many rows transposing
-# the inputs costs less than it saves, too.
+# Columns of many rows are slow to read if rows have a multiple of 4 KiB, probably because they begin in the same set of
+# the cache. Then transposing the inputs costs less than it saves, too. Rows of 1,000 or 1,280 floats do not show this.
 ALIASED, MANY_ROWS = 1024, 64
 
 
