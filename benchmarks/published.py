@@ -7,7 +7,8 @@
 - --measure runs speed.py on this machine and writes its numbers into FILE, with commit, date and versions
 - --check measures again and fails if a workload is more than 10% slower than in FILE, relative to a matrix product
   that is timed in the same process. So a slower machine is not a regression. --new writes what was measured
-- --page writes the tables of docs/benchmarks.md; `python benchmarks/gpu.py --out` and `--check` do the same on a GPU
+- --page writes the tables of docs/benchmarks.md; `python benchmarks/gpu.py --out` and `--check` do the same on a GPU;
+  `python benchmarks/eager.py --torch PYTHON --out` measures one core beside PyTorch's eager mode
 
 FILE is by default benchmarks/results/two-cores.json. Measure on a machine that does nothing else.
 """
@@ -38,6 +39,15 @@ LABELS = {
     "cifar-resnet": "cifar-resnet (ResNet-18, group norm), 2 clients",
 }
 PEERS = {"FedJAX jit": "FedJAX", "PyTorch, 2 processes": "PyTorch, 2 processes", "pfl, 2 processes": "pfl, 2 processes"}
+EAGER_ROWS = {
+    "gpt": "GPT of 4.2 million parameters, 8 sequences of 128 tokens",
+    "resnet": "ResNet-18 with group norm, 20 images of 24 x 24 x 3",
+}
+EAGER_NAMES = {
+    "fedbraid": "fedbraid",
+    "torch": "PyTorch 2.13, eager",
+    "torch, channels last": "PyTorch 2.13, eager, channels last",
+}
 GPU_ROWS = {  # row of h200.json: (name in the table, compared with); {NAME} is another row, * an older version
     "cnn, 100 lanes": (
         "emnist-cnn, 100 clients x 10 steps x 20",
@@ -133,7 +143,14 @@ def merged(old: dict[str, Any], new: dict[str, Any], about: dict[str, Any]) -> d
     for workload, one in new.items():
         peers = one.get("peers") or speed.get(workload, {}).get("peers")
         speed[workload] = one | ({"peers": peers} if peers else {})
-    return {"about": about, "speed": speed}
+    return old | {"about": about, "speed": speed}
+
+
+def take_eager(report: dict[str, Any], path: Path = CPU) -> None:
+    """Write the numbers of a run of eager.py into a file; networks that were not measured keep theirs and the date."""
+    old = read(path)
+    new = {network: one | stamp(record.about()) for network, one in report.items()}
+    write(path, old | {"eager": old.get("eager", {}) | new})
 
 
 def regressions(old: dict[str, Any], new: dict[str, Any], *, allowed: float = SLOWER) -> list[str]:
@@ -238,6 +255,21 @@ def cpu_tables(found: dict[str, Any]) -> str:
     return record.markdown(heads, first) + "\n\n" + record.markdown(more, second)
 
 
+def eager_table(found: dict[str, Any]) -> str:
+    """Milliseconds of a local step on one core, here and in PyTorch's eager mode."""
+    rows = []
+    for network, label in EAGER_ROWS.items():
+        one = found.get("eager", {}).get(network)
+        if one is None:
+            continue
+        for name, program in one["programs"].items():
+            cells = [f"{1e3 * program['median']:.0f}", f"{program['share_of_products']:.2f}"]
+            ratio = f"{program['ratio']:.2f}" if "ratio" in program else ""
+            rows.append([label, EAGER_NAMES[name], *cells, ratio, when(one)])
+    heads = ["a local step on one core", "program", "ms", "share of the product rate", "fedbraid's time over its time"]
+    return record.markdown([*heads, "measured"], rows)
+
+
 def gpu_table(found: dict[str, Any]) -> str:
     """Milliseconds a round on the GPU."""
     rows = []
@@ -261,6 +293,7 @@ def when(one: dict[str, Any]) -> str:
 def page(text: str) -> str:
     """The page with its tables made again from the files."""
     text = record.between(text, "two cores", cpu_tables(read(CPU)))
+    text = record.between(text, "one core", eager_table(read(CPU)))
     return record.between(text, "h200", gpu_table(read(GPU)))
 
 

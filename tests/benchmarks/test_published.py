@@ -80,6 +80,22 @@ def test_peers_that_were_not_measured_again_keep_their_numbers_and_date(publishe
     assert found["commit"] == "def5678"
 
 
+def test_one_core_beside_eager_pytorch_is_a_part_of_the_same_file(published, tmp_path, monkeypatch):
+    monkeypatch.setenv("BENCHMARK_COMMIT", "def5678")
+    place, old = tmp_path / "cpu.json", {"median": 0.1, "share_of_products": 0.5}
+    gpt = {"programs": {"fedbraid": old, "torch": {**old, "ratio": 1.1}}, "commit": "abc1234", "date": "2026-01-01"}
+    place.write_text(json.dumps({"speed": OLD, "eager": {"gpt": gpt}}))
+    published.take_eager({"resnet": {"programs": {"fedbraid": {**old, "median": 0.2}}}}, place)
+    found = published.read(place)
+    assert found["speed"] == OLD
+    assert found["eager"]["gpt"] == gpt  # was not measured
+    assert published.merged(found, {}, {})["eager"] == found["eager"]
+    lines = published.eager_table(found).splitlines()[2:]
+    assert [line.split(" | ")[2:5] for line in lines[:2]] == [["100", "0.50", ""], ["100", "0.50", "1.10"]]
+    assert "| 200 |" in lines[2]
+    assert "def5678" in lines[2]
+
+
 def test_rows_of_a_gpu_that_became_slower_are_named(published, tmp_path, monkeypatch):
     monkeypatch.setenv("BENCHMARK_COMMIT", "def5678")
     old = {name: {"seconds": 1e-3, "commit": "abc1234", "date": "2026-01-01"} for name in ("lstm", "cnn")}

@@ -9,7 +9,9 @@ import pytest
 from jax import lax
 from scipy.signal import correlate
 
-from fedbraid.lowering.operations import FEW_ROWS, conv2d, max_pool, product, winograd_pays
+from fedbraid.lowering import operations
+from fedbraid.lowering.operations import ALIASED, FEW_ROWS, MANY_ROWS, conv2d, max_pool, product
+from fedbraid.lowering.taps import FEWEST_CHANNELS, inner_taps
 from fedbraid.lowering.winograd import POINTS, blocks_for, cook_toom, from_blocks, to_blocks
 from fedbraid.models.layers import dropout, glorot_uniform
 
@@ -35,7 +37,7 @@ def scipy_conv(x, w):
     return np.stack(images).reshape(len(x), w.shape[3], *images[0].shape).transpose(0, 2, 3, 1)
 
 
-@pytest.mark.parametrize("points", [POINTS, (0.0, 1.0, -1.0, 2.0, -2.0), (0.0, 1.0, -1.0)])
+@pytest.mark.parametrize("points", [*POINTS.values(), (0.0, 1.0, -1.0, 2.0, -2.0), (0.0, 1.0, -1.0)])
 def test_cook_toom_is_correlation(points):
     rng = np.random.default_rng(0)
     signal, taps = rng.standard_normal(len(points) + 1), rng.standard_normal(3)
@@ -43,18 +45,29 @@ def test_cook_toom_is_correlation(points):
     np.testing.assert_allclose(at @ ((g @ taps) * (bt @ signal)), np.correlate(signal, taps, "valid"), atol=1e-12)
 
 
+@pytest.mark.parametrize("tile", POINTS)
 @pytest.mark.parametrize(("h", "w"), [(26, 26), (9, 6), (3, 11)])
-def test_blocks_and_back(h, w):
+def test_blocks_and_back(h, w, tile):
     x = normal(0, 2, h, w, 3)
-    blocks = to_blocks(x)
-    assert blocks.shape == (4, 4, blocks_for(h), blocks_for(w), 2, 3)
+    blocks = to_blocks(x, tile)
+    assert blocks.shape == (tile, tile, blocks_for(h, tile), blocks_for(w, tile), 2, 3)
     np.testing.assert_array_equal(from_blocks(blocks, h, w), x)
-    assert blocks[h % 4 - 1, 0, (h - 1) // 4, 0, 1, 2] == x[1, h - 1, 0, 2]
+    assert blocks[h % tile - 1, 0, (h - 1) // tile, 0, 1, 2] == x[1, h - 1, 0, 2]
 
 
-# Winograd's tiles take the wide 3x3 cases of stride 1, patches the others; tiles that do not fit exactly are cropped.
+# Winograd's tiles take the wide 3x3 cases of stride 1, taps those with many channels, patches the others; tiles that do
+# not fit exactly are cropped.
+MANY = FEWEST_CHANNELS
 CASES = {
     "tiles": ((2, 18, 14, 8), (3, 3, 8, 5), 1, "VALID"),
+    "tiles of 3": ((20, 6, 9, 8), (3, 3, 8, 5), 1, 1),
+    "tiles of 3, many channels": ((20, 6, 6, MANY), (3, 3, MANY, 4), 1, 1),
+    "taps": ((3, 3, 3, MANY), (3, 3, MANY, 4), 1, "SAME"),
+    "taps, stride": ((2, 6, 7, MANY), (3, 3, MANY, 4), 2, 1),
+    "taps, two strides": ((2, 5, 9, MANY), (3, 2, MANY, 3), (3, 2), "VALID"),
+    "taps, only some inside": ((2, 1, 2, MANY), (3, 3, MANY, 3), 1, 1),
+    "taps, uneven padding": ((2, 4, 3, MANY), (2, 3, MANY, 3), (2, 3), ((1, 3), (0, 4))),
+    "taps, all padding": ((1, 1, 1, MANY), (1, 2, MANY, 2), 3, ((0, 0), (2, 0))),
     "tiles cropped": ((2, 15, 13, 8), (3, 3, 8, 3), 1, "SAME"),
     "tiles padded": ((2, 14, 11, 9), (3, 3, 9, 4), 1, 1),
     "few channels": ((2, 10, 10, 2), (3, 3, 2, 4), 1, "VALID"),
@@ -67,14 +80,15 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_conv2d_and_both_gradients_are_xlas(case):
+def test_conv2d_and_both_gradients_are_xlas(case, monkeypatch):
     shape, kernel, stride, padding = CASES[case]
     x, w = normal(1, *shape), normal(2, *kernel)
     strides = (stride, stride) if isinstance(stride, int) else stride
     pads = ((padding,) * 2,) * 2 if isinstance(padding, int) else padding
-    out = jax.eval_shape(partial(xla_conv, strides=strides, padding=pads), x, w).shape
-    if kernel[:2] == (3, 3) and strides == (1, 1):
-        assert winograd_pays(*out[:3], shape[-1], x.dtype) == case.startswith("tiles")
+    called = []
+    for name in ("sum_of_taps", "conv_blocks"):
+        real = getattr(operations, name)
+        monkeypatch.setattr(operations, name, lambda *args, f=real, n=name: called.append((n, args[0])) or f(*args))
     expected, expected_pullback = jax.vjp(partial(xla_conv, strides=strides, padding=pads), x, w)
     actual, pullback = jax.vjp(jax.jit(partial(conv2d, stride=stride, padding=padding)), x, w)
     close = partial(np.testing.assert_allclose, rtol=1e-4, atol=3e-4)
@@ -82,10 +96,36 @@ def test_conv2d_and_both_gradients_are_xlas(case):
     cotangent = normal(3, *expected.shape)
     for ours, theirs in zip(pullback(cotangent), expected_pullback(cotangent), strict=True):
         close(ours, theirs)
+    ways = {"tiles": ["conv_blocks"], "taps": ["sum_of_taps"]}
+    assert [name for name, _ in called] == ways.get(case.replace(",", "").split()[0], [])
+    if case in ("tiles", "tiles of 3"):
+        assert called[0][1].shape[0] == (4 if case == "tiles" else 3)
 
 
-def test_winograd_keeps_single_precision():
-    x, w = np.abs(normal(0, 2, 14, 14, 32)), normal(1, 3, 3, 32, 8) * 0.1
+def test_taps_count_the_products_that_are_not_padding():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        sizes, window, strides = rng.integers(1, 6, 2), rng.integers(1, 4, 2), rng.integers(1, 4, 2)
+        pads = rng.integers(0, 4, (2, 2))
+        if (sizes + pads.sum(1) < window).any():
+            continue
+        counts = (sizes + pads.sum(1) - window) // strides + 1
+        inside = {
+            tuple(int(k) for k in q): [
+                p for p in np.ndindex(*counts) if (((at := p * strides + q - pads[:, 0]) >= 0) & (at < sizes)).all()
+            ]
+            for q in np.ndindex(*window)
+        }
+        found = {tap.at: tap for tap in inner_taps(sizes, tuple(window), tuple(strides), pads)}
+        assert set(found) == {q for q, p in inside.items() if p}
+        for q, tap in found.items():
+            assert tap.first == inside[q][0]
+            assert np.prod(tap.counts) == len(inside[q])
+
+
+@pytest.mark.parametrize("size", [14, 11])  # tiles of 4 and of 3
+def test_winograd_keeps_single_precision(size):
+    x, w = np.abs(normal(0, 2, size, size, 32)), normal(1, 3, 3, 32, 8) * 0.1
     exact = scipy_conv(x, w)
     error = np.abs(conv2d(x, w) - exact).max() / np.abs(exact).max()
     assert error < 2e-6  # the direct sum in single precision has about 3e-7
@@ -180,16 +220,17 @@ def derivatives(multiply, x, w, along):
     return f(x, w), gradient(x, w), jax.jvp(f, (x, w), along)[1], forward_over_reverse, reverse_over_reverse(x, w)
 
 
-@pytest.mark.parametrize("rows", [1, 3, FEW_ROWS, FEW_ROWS + 1])
-def test_products_and_their_derivatives_are_those_of_numpy_s_operator(rows):
-    keys = jax.random.split(jax.random.key(rows), 4)
-    shapes = [(rows, 7), (7, 5)] * 2
+@pytest.mark.parametrize(
+    "shape", [(1, 7), (3, 7), (FEW_ROWS, 7), (FEW_ROWS + 1, 7), (3, 6, 7), (7,), (MANY_ROWS, ALIASED)]
+)
+def test_products_and_their_derivatives_are_those_of_numpy_s_operator(shape):
+    keys = jax.random.split(jax.random.key(len(shape)), 4)
+    shapes = [shape, (shape[-1], 5)] * 2
     x, w, *along = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
     with jax.enable_x64(True):
         exact = [jnp.asarray(np.asarray(a), jnp.float64) for a in (x, w, *along)]
-        want = derivatives(jnp.matmul, exact[0], exact[1], tuple(exact[2:]))
-    got = derivatives(product, x, w, tuple(along))
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5), got, want)
+        want, got = (derivatives(f, exact[0], exact[1], tuple(exact[2:])) for f in (jnp.matmul, product))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), got, want)
 
 
 def test_products_with_weights_for_each_client():
@@ -198,9 +239,18 @@ def test_products_with_weights_for_each_client():
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("rows", "turned"), [(FEW_ROWS, True), (FEW_ROWS + 1, False)])
-def test_few_rows_are_transposed_in_memory_for_the_weights_gradient(rows, turned):
+@pytest.mark.parametrize(
+    ("rows", "size", "turned"),
+    [
+        (FEW_ROWS, 3, True),
+        (FEW_ROWS + 1, 3, False),
+        (MANY_ROWS, 2 * ALIASED, True),
+        (MANY_ROWS - 1, 2 * ALIASED, False),
+        (MANY_ROWS, 2 * ALIASED - 16, False),
+    ],
+)
+def test_where_rows_are_transposed_in_memory_for_the_weights_gradient(rows, size, turned):
     def loss(w):
-        return product(jnp.ones((rows, 3)), w).sum()
+        return product(jnp.ones((rows, size)), w).sum()
 
-    assert ("optimization_barrier" in jax.jit(jax.grad(loss)).lower(jnp.ones((3, 2))).as_text()) == turned
+    assert ("optimization_barrier" in jax.jit(jax.grad(loss)).lower(jnp.ones((size, 2))).as_text()) == turned

@@ -15,10 +15,11 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
-from fedbraid.lowering import kernels
+from fedbraid.lowering import kernels, winograd
 from fedbraid.lowering.normalisation import Norm, plainly
+from fedbraid.lowering.taps import inner_taps, sum_of_taps, taps_pay
 from fedbraid.lowering.transposable import computed_by, linear
-from fedbraid.lowering.winograd import TILE, conv_blocks, from_blocks, to_blocks
+from fedbraid.lowering.winograd import conv_blocks, from_blocks, to_blocks
 
 __all__ = [
     "Dense",
@@ -44,6 +45,9 @@ Array = jax.Array
 Dense = dict[str, Array]
 _later: ContextVar[bool] = ContextVar("fedbraid_convolutions_later", default=False)
 FEW_ROWS = 16  # up to this batch size, transposing the inputs costs less than it saves
+# Columns of many rows are slow to read if rows have a multiple of 4 KiB, probably because they begin in the same set of
+# the cache. Then transposing the inputs costs less than it saves, too. Rows of 1,000 or 1,280 floats do not show this.
+ALIASED, MANY_ROWS = 1024, 64
 
 
 @contextmanager
@@ -59,10 +63,20 @@ def convolutions_later() -> Iterator[None]:
 
 
 def product(x: Array, w: Array) -> Array:
-    """``x @ w``, with a gradient of w that is faster on a CPU if a batch has few examples."""
-    if x.ndim == w.ndim == 2 and x.shape[0] <= FEW_ROWS and kernels.platform() == "cpu":
-        return _product(x, w)
-    return x @ w
+    """``x @ w`` over the last axis, for a matrix w.
+
+    On a CPU x becomes one matrix: with more axes, XLA transposes arrays for the gradient's product, which takes longer.
+    The gradient of w is faster there for few examples, and for rows of a multiple of 4 KiB.
+    """
+    if w.ndim != 2 or kernels.platform() != "cpu":
+        return x @ w
+    rows = x.reshape(-1, x.shape[-1])
+    y = _product(rows, w) if _transposing_pays(rows.shape[0], *w.shape) else rows @ w
+    return y.reshape(*x.shape[:-1], w.shape[-1])
+
+
+def _transposing_pays(rows: int, size: int, out: int) -> bool:
+    return rows <= FEW_ROWS or (rows >= MANY_ROWS and size % ALIASED == 0 and size > out)
 
 
 @jax.custom_jvp
@@ -151,8 +165,9 @@ def conv2d(
 
     XLA's own convolution is slow in the two places where a federated simulation uses it: on a CPU inside a loop (one
     client after the other), and with per-client kernels under ``vmap`` (a grouped convolution). Here, 3x3 kernels of
-    stride 1 on a CPU use Winograd's tiles, and all others patches times kernel (im2col). On NVIDIA's GPUs one kernel
-    gathers the patches and multiplies them. They are never written to memory.
+    stride 1 on a CPU use Winograd's tiles, those with many channels one product per position of the window, and all
+    others patches times kernel (im2col). On NVIDIA's GPUs one kernel gathers the patches and multiplies them. They are
+    never written to memory.
 
     Args:
         x: images, channels last.
@@ -178,9 +193,16 @@ def conv2d(
         from fedbraid.lowering.kernels.convolution import convolve
 
         return convolve(x, kernel, _geometry(x, kernel, strides, pads))
+    taps = inner_taps(x.shape[1:3], (kh, kw), strides, pads) if taps_pay((kh, kw), c) else None
+    tile = None
+    if strides == (1, 1) and (kh, kw) == (3, 3):
+        pairs = 9 * h * w if taps is None else sum(tap.counts[0] * tap.counts[1] for tap in taps)
+        tile = winograd_tile(b, h, w, c, x.dtype, b * pairs)
+    if tile is None and taps is not None:
+        return sum_of_taps(x, kernel, strides, taps, (h, w), precision)
     x = jnp.pad(x, ((0, 0), *pads, (0, 0))) if any(map(any, pads)) else x
-    if strides == (1, 1) and (kh, kw) == (3, 3) and winograd_pays(b, h, w, c, x.dtype):
-        return from_blocks(conv_blocks(to_blocks(x), kernel), h, w)
+    if tile is not None:
+        return from_blocks(conv_blocks(to_blocks(x, tile), kernel), h, w)
     columns = patches(x, (kh, kw), strides).reshape(b * h * w, kh * kw * c)
     return jnp.matmul(columns, kernel.reshape(kh * kw * c, out), precision=precision).reshape(b, h, w, out)
 
@@ -243,17 +265,20 @@ def has_kernel(x: Any, kernel: Any, precision: lax.PrecisionLike = None) -> bool
     return pays(x, kernel)
 
 
-def winograd_pays(b: int, h: int, w: int, channels: int, dtype: DTypeLike) -> bool:
-    """Whether a 3x3 convolution with an output of b images of h x w is faster by tiles than by patches.
+def winograd_tile(b: int, h: int, w: int, channels: int, dtype: DTypeLike, direct: int) -> int | None:
+    """The size of Winograd's tiles for a 3x3 convolution with an output of b images of h x w; None if they are slower.
 
-    This is mostly so on a CPU. On a GPU both need about the same memory traffic, but tiles need full precision while
-    patches use tensor cores: 61 against 48 ms for ten steps of 100 clients of the EMNIST CNN on an H200.
+    They are mostly faster on a CPU. On a GPU tiles and patches need about the same memory traffic, but tiles need full
+    precision while patches use tensor cores: 61 against 48 ms for ten steps of 100 clients of the EMNIST CNN on an
+    H200.
+
+    direct: multiplications per pair of channels of the convolution without tiles.
     """
-    tiles = b * -(-h // TILE) * -(-w // TILE)
-    # Multiplications per pair of channels. 15 is the cost of transforming the kernel, 0.55 that of the other
-    # transforms. Both were fitted to timings on one AVX-512 core.
-    fewer = 36 * (tiles + 15) <= 0.55 * 9 * b * h * w
-    return kernels.platform() == "cpu" and channels >= 8 and fewer and dtype in (jnp.float32, jnp.float64)
+    if kernels.platform() != "cpu" or channels < 8 or dtype not in (jnp.float32, jnp.float64):
+        return None
+    tile = min(winograd.POINTS, key=lambda tile: winograd.products(b, h, w, tile))
+    # 0.55 is the cost of transforming images, fitted to timings on one AVX-512 core.
+    return tile if winograd.products(b, h, w, tile) <= 0.55 * direct else None
 
 
 def patches(x: Array, window: tuple[int, int], strides: tuple[int, int] = (1, 1)) -> Array:

@@ -1,4 +1,4 @@
-"""3x3 convolutions with a quarter of the multiplications: Winograd's minimal filtering F(4x4, 3x3).
+"""3x3 convolutions with a quarter of the multiplications: Winograd's minimal filtering F(4x4, 3x3) and F(3x3, 3x3).
 
 Winograd, "Arithmetic Complexity of Computations", 1980; Lavin and Gray, "Fast Algorithms for Convolutional Neural
 Networks", 2016. A tile of 4x4 outputs needs 6x6 inputs d and a 3x3 filter g; with the matrices of Cook and Toom
@@ -7,10 +7,13 @@ Networks", 2016. A tile of 4x4 outputs needs 6x6 inputs d and a 3x3 filter g; wi
 
 so a layer is 36 matrix products [tiles, in] @ [in, out] instead of one [16 tiles, 9 in] @ [9 in, out]. The three
 transforms are products with the constant matrices B (x) B, G (x) G and A (x) A. Forwards and backwards, all operations
-are dense matrix products. Compilers make these fast, also in a loop on a CPU.
+are dense matrix products. Compilers make these fast, also in a loop on a CPU. Tiles of 3x3 outputs need 5x5 inputs and
+25 products. They save less, but fit images of 3, 6 or 9 pixels, where tiles of 4x4 would compute outputs that are then
+cropped.
 
-Inputs and outputs have the *block layout* [4, 4, rows, cols, B, C]: pixel (4r + i, 4c + j) of image b is at
-[i, j, r, c, b]. In this layout the overlapping 6x6 tiles are four plain slices, whose gradient is four plain additions.
+With tiles of t x t outputs, inputs and outputs have the *block layout* [t, t, rows, cols, B, C]: pixel
+(t r + i, t c + j) of image b is at [i, j, r, c, b]. In this layout the overlapping tiles are four plain slices, whose
+gradient is four plain additions.
 """
 
 from __future__ import annotations
@@ -21,14 +24,13 @@ import numpy as np
 
 Array = jax.Array
 
-TILE = 4
-# The finite points at which the polynomials are evaluated. The sixth point is infinity. The textbook's points 0, +-1,
-# +-2 have about three times the rounding error in single precision. The transforms are matrix products for any points,
-# so these are not slower.
-POINTS = (0.0, 0.75, -0.75, 1.5, -1.5)
+# For each size of tiles: the finite points at which the polynomials are evaluated. The last point is infinity. The
+# textbook's points 0, +-1, +-2 have about three times the rounding error in single precision. The transforms are matrix
+# products for any points, so these are not slower.
+POINTS = {4: (0.0, 0.75, -0.75, 1.5, -1.5), 3: (0.0, 0.75, -0.75, 2.0)}
 
 
-def cook_toom(points: tuple[float, ...] = POINTS, taps: int = 3) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def cook_toom(points: tuple[float, ...] = POINTS[4], taps: int = 3) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """A^T [m, n], G [n, taps] and B^T [n, n] with correlate(d, g) = A^T [(G g) * (B^T d)], n = len(points) + 1.
 
     Row i of B^T is the polynomial that is zero at all points but point i. Row i of G evaluates the filter at point i,
@@ -47,21 +49,28 @@ def cook_toom(points: tuple[float, ...] = POINTS, taps: int = 3) -> tuple[np.nda
     return at, g, bt
 
 
-_AT, _G, _BT = cook_toom()
-_A2, _G2, _B2 = (np.kron(matrix, matrix) for matrix in (_AT, _G, _BT))  # over rows and columns at once
+# A, G and B for both axes at once, by the size of tiles
+_TRANSFORMS = {tile: [np.kron(matrix, matrix) for matrix in cook_toom(points)] for tile, points in POINTS.items()}
 
 
-def blocks_for(size: int) -> int:
+def products(b: int, h: int, w: int, tile: int) -> int:
+    """Multiplications per pair of channels for b images with h x w outputs. 15 tiles stand for the cost of transforming
+    the kernel, which was fitted to timings on one AVX-512 core.
+    """
+    return (tile + 2) ** 2 * (b * -(-h // tile) * -(-w // tile) + 15)
+
+
+def blocks_for(size: int, tile: int) -> int:
     """The number of input blocks of a valid 3x3 convolution over ``size`` pixels: its output tiles plus one."""
-    return -(-(size - 2) // TILE) + 1
+    return -(-(size - 2) // tile) + 1
 
 
-def to_blocks(x: Array) -> Array:
+def to_blocks(x: Array, tile: int) -> Array:
     """[B, H, W, C] in the block layout, zero-padded below and to the right to the size that ``conv_blocks`` reads."""
     b, h, w, c = x.shape
-    rows, cols = blocks_for(h), blocks_for(w)
-    x = jnp.pad(x, ((0, 0), (0, TILE * rows - h), (0, TILE * cols - w), (0, 0)))
-    return x.reshape(b, rows, TILE, cols, TILE, c).transpose(2, 4, 1, 3, 0, 5)
+    rows, cols = blocks_for(h, tile), blocks_for(w, tile)
+    x = jnp.pad(x, ((0, 0), (0, tile * rows - h), (0, tile * cols - w), (0, 0)))
+    return x.reshape(b, rows, tile, cols, tile, c).transpose(2, 4, 1, 3, 0, 5)
 
 
 def from_blocks(y: Array, h: int, w: int) -> Array:
@@ -71,17 +80,18 @@ def from_blocks(y: Array, h: int, w: int) -> Array:
 
 
 def conv_blocks(x: Array, kernel: Array) -> Array:
-    """Valid 3x3 convolution: [4, 4, rows + 1, cols + 1, B, in] and [3, 3, in, out] give [4, 4, rows, cols, B, out]."""
-    rows, cols, b, c = x.shape[2] - 1, x.shape[3] - 1, x.shape[4], x.shape[5]
-    out = kernel.shape[-1]
-    # The last two rows and columns of a 6x6 tile are the first two of the next block.
+    """Valid 3x3 convolution: [t, t, rows + 1, cols + 1, B, in] and [3, 3, in, out] give [t, t, rows, cols, B, out]."""
+    tile, rows, cols, b, c = x.shape[0], x.shape[2] - 1, x.shape[3] - 1, x.shape[4], x.shape[5]
+    out, n = kernel.shape[-1], (tile + 2) ** 2
+    a2, g2, b2 = (matrix.astype(x.dtype) for matrix in _TRANSFORMS[tile])
+    # The last two rows and columns of a tile's inputs are the first two of the next block.
     upper = jnp.concatenate([x[:, :, :-1, :-1], x[:, :2, :-1, 1:]], axis=1)
     lower = jnp.concatenate([x[:2, :, 1:, :-1], x[:2, :2, 1:, 1:]], axis=1)
-    tiles = jnp.concatenate([upper, lower], axis=0).reshape(36, rows * cols * b * c)
-    points = _product(_B2.astype(x.dtype), tiles).reshape(36, rows * cols * b, c)
-    filters = _product(_G2.astype(x.dtype), kernel.reshape(9, c * out)).reshape(36, c, out)
-    products = _product(points, filters).reshape(36, rows * cols * b * out)
-    return _product(_A2.astype(x.dtype), products).reshape(TILE, TILE, rows, cols, b, out)
+    tiles = jnp.concatenate([upper, lower], axis=0).reshape(n, rows * cols * b * c)
+    points = _product(b2, tiles).reshape(n, rows * cols * b, c)
+    filters = _product(g2, kernel.reshape(9, c * out)).reshape(n, c, out)
+    products = _product(points, filters).reshape(n, rows * cols * b * out)
+    return _product(a2, products).reshape(tile, tile, rows, cols, b, out)
 
 
 def _product(x: Array | np.ndarray, y: Array) -> Array:
