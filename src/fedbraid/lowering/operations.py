@@ -45,9 +45,6 @@ Array = jax.Array
 Dense = dict[str, Array]
 _later: ContextVar[bool] = ContextVar("fedbraid_convolutions_later", default=False)
 FEW_ROWS = 16  # up to this batch size, transposing the inputs costs less than it saves
-# Columns of many rows are slow to read if rows have a multiple of 4 KiB, probably because they begin in the same set of
-# the cache. Then transposing the inputs costs less than it saves, too. Rows of 1,000 or 1,280 floats do not show this.
-ALIASED, MANY_ROWS = 1024, 64
 
 
 @contextmanager
@@ -63,20 +60,10 @@ def convolutions_later() -> Iterator[None]:
 
 
 def product(x: Array, w: Array) -> Array:
-    """``x @ w`` over the last axis, for a matrix w.
-
-    On a CPU x becomes one matrix: with more axes, XLA transposes arrays for the gradient's product, which takes longer.
-    The gradient of w is faster there for few examples, and for rows of a multiple of 4 KiB.
-    """
-    if w.ndim != 2 or kernels.platform() != "cpu":
-        return x @ w
-    rows = x.reshape(-1, x.shape[-1])
-    y = _product(rows, w) if _transposing_pays(rows.shape[0], *w.shape) else rows @ w
-    return y.reshape(*x.shape[:-1], w.shape[-1])
-
-
-def _transposing_pays(rows: int, size: int, out: int) -> bool:
-    return rows <= FEW_ROWS or (rows >= MANY_ROWS and size % ALIASED == 0 and size > out)
+    """``x @ w``, with a gradient of w that is faster on a CPU if a batch has few examples."""
+    if x.ndim == w.ndim == 2 and x.shape[0] <= FEW_ROWS and kernels.platform() == "cpu":
+        return _product(x, w)
+    return x @ w
 
 
 @jax.custom_jvp

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbraid.core import check_choice
-from fedbraid.lowering.operations import Dense, dense, product
+from fedbraid.lowering.operations import Dense, dense
 from fedbraid.models.layers import dropout as drop
 from fedbraid.models.lstm import PADDING
 from fedbraid.models.model import Array, Model, PyTree, check_sizes, head, score_tokens, supervised
@@ -91,7 +91,7 @@ def gpt(
 
     def apply(params, x, key):
         x = _trunk(params, x.astype(jnp.int32), key, sizes, causal=True)
-        return product(x, params["embedding"].T if tied else params["head"]["w"])
+        return x @ (params["embedding"].T if tied else params["head"]["w"])
 
     score = score_tokens.through(lambda score: partial(score, padding=PADDING, uncounted=tuple(uncounted)))
     return supervised(init, apply, score, targets=Targets("tokens", vocab))
