@@ -83,7 +83,7 @@ class Points:
         most: int | None = None,
         brief: bool = False,
     ) -> None:
-        self.compiler = {"compiler_options": compiler_options(LOOPS)} if brief else {}
+        self.compiler: dict[str, Any] = {"compiler_options": compiler_options(LOOPS)} if brief else {}
         self.study, self.options, self.schedule, self.seeds = study, options, schedule, tuple(seeds)
         split = study.data.train
         self.base = study.build(study.first, study.data)
