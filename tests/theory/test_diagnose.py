@@ -174,7 +174,8 @@ TINY = ["data.clients=5", "model.hidden=[4]", "cohort=2", "rounds=3"]
 
 
 def test_a_small_run_from_end_to_end(tmp_path):
-    found = diagnose(load_config(settings=TINY), rounds=2, points=2, clients=3, probe_steps=(1, 4))
+    config = load_config(settings=[*TINY, "algorithm.name=fedavg"])
+    found = diagnose(config, rounds=2, points=2, clients=3, probe_steps=(1, 4))
     assert found.rounds == (0, 2)
     assert found.points[0].loss.value == pytest.approx(math.log(10), rel=0.2)  # ten classes, nothing learnt
     assert [p.steps for p in found.probes] == [1, 4]
@@ -183,8 +184,15 @@ def test_a_small_run_from_end_to_end(tmp_path):
     names = [change.split("=")[0] for change in found.changes]
     assert names == ["algorithm.client_lr", "algorithm.steps", "algorithm.server_lr"]
     json.dumps(found.as_dict())
-    outcome = verify(load_config(settings=TINY), found.changes, target=0.0, seeds=1)
+    outcome = verify(config, found.changes, target=0.0, seeds=1)
     assert outcome == {"configured": [1], "advised": [1]}
+
+
+def test_the_default_method_gets_no_server_step():
+    """FedACG's server has momentum, and single rounds of FedAvg say nothing about its step."""
+    found = diagnose(load_config(settings=TINY), rounds=1, points=1, clients=2, probe_steps=(1, 2))
+    assert found.settings.algorithm == "fedacg"
+    assert "algorithm.server_lr" not in [change.split("=")[0] for change in found.changes]
 
 
 def test_mimelite_has_a_rate_too():
