@@ -267,10 +267,10 @@ def test_mime_two_phase_and_scaffold_survive_kills_of_a_node_and_of_the_server(r
     out, log = tmp_path / "scaffold-run", tmp_path / "scaffold.log"
     running = deploy_run(app, "--out", str(out), log=log)
     try:
-        wait_for(marker.exists, 150, "round 2 on node 2")
+        wait_for(marker.exists, 400, "round 2 on node 2")
         rehearsal.kill("node-2")
         rehearsal.start_node(2)
-        wait_for(lambda: "round 3/4" in log.read_text(), 150, "round 3")
+        wait_for(lambda: "round 3/4" in log.read_text(), 400, "round 3")
         (server_pid,) = server_processes(rehearsal)
         os.kill(server_pid, signal.SIGKILL)
     finally:
@@ -324,7 +324,7 @@ def test_secure_aggregation_with_a_node_that_dies_between_its_shares_and_its_upl
     out, log = tmp_path / "run", tmp_path / "run.log"
     running = deploy_run(app, "--out", str(out), log=log)
     try:
-        wait_for(marker.exists, 150, "the upload on node 4")
+        wait_for(marker.exists, 400, "the upload on node 4")
         rehearsal.kill("node-4")
         assert running.wait(timeout=180) == 0, log.read_text()
     finally:
