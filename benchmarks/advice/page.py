@@ -68,9 +68,9 @@ sweep, one larger one in the advice.
 
 **About the start.** The advice of the tables started from FedAvg with its defaults. A configuration that names no
 method has FedACG. From there the advice was measured on eight of the ten federations, and it was worse than FedACG's
-defaults on none: exam 0.43, verbagg 0.78, cells 0.64, storms 0.88, digits-softmax 0.60, leaves-mlp 0.82, jobs-mlp 1.00 and
-patterns-cnn 0.61. On the last three the defaults are kept; on patterns-cnn `advise` says that it has no advice, because
-no setting improves the validation loss. letters-cnn and tweets-lstm were not measured from there.
+defaults on none: exam 0.43, verbagg 0.78, cells 0.64, storms 0.88, digits-softmax 0.60, leaves-mlp 0.82, jobs-mlp 1.00
+and patterns-cnn 0.61. On the last three the defaults are kept; on patterns-cnn `advise` says that it has no advice,
+because no setting improves the validation loss. letters-cnn and tweets-lstm were not measured from there.
 
 **Where advice cannot help.** On `insteval` the best improvement is 1% of the loss. No setting is better than another by
 more than the noise of the validation examples; only SCAFFOLD is fast on the test examples, and only the test shows it.
