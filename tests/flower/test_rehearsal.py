@@ -139,7 +139,7 @@ def test_fedavg_with_tls_registered_nodes_and_bad_replies(rehearse, tmp_path):
 
     A stranger who has ``ca.crt`` and reaches the port for the nodes can do nothing.
     """
-    app = make_app(tmp_path / "app", "rounds=2", "algorithm.client_lr=0.3", faulty=True)
+    app = make_app(tmp_path / "app", "rounds=2", "algorithm.name=fedavg", "algorithm.client_lr=0.3", faulty=True)
     faults = {0: {"fault": "nan@0"}, 1: {"fault": "shape@0"}, 2: {"fault": "huge@1"}}
     rehearsal = rehearse(app, tls=True, configs=faults)
     with rehearsal.link.control() as control:
