@@ -172,7 +172,7 @@ def _in_short(found: Results) -> str:
     lines = [
         "**In short**, on the federations that were not used for design:\n",
         f"- `fedbraid advise`: {words(ADVICE)}. It is worse than FedAvg's defaults on {worse[FEDAVG]}, and worse than",
-        f"  FedACG's on {worse[DEFAULT]}; from FedACG on none, see below.",
+        f"  FedACG's on {worse[DEFAULT]}.",
         f"- the best method without any tuning, `{best.removeprefix(SELF)}`: {words(best)}." if best else "",
         f"- FedACG with its defaults, which runs if no method is named: {words(DEFAULT)}." if DEFAULT in said else "",
         f"- FedAvg with its defaults: {words(FEDAVG)}. No single client rate is better (last table)."
