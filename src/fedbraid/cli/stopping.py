@@ -6,10 +6,11 @@ by Ctrl-C, 143 stopped by SIGTERM, which schedulers send.
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
+import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
 
 __all__ = ["BY_CTRL_C", "BY_SIGTERM", "Terminated", "catch_sigterm", "exit_status"]
@@ -23,26 +24,43 @@ class Terminated(KeyboardInterrupt):
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
-    if _in_gc_callback(frame):  # Python ignores exceptions there, so the signal is sent again, after the callback
-        threading.Timer(AGAIN, os.kill, (os.getpid(), number)).start()
-        return
     raise Terminated
 
 
-def _in_gc_callback(frame: FrameType | None) -> bool:
-    """Whether a frame runs inside a callback of the garbage collector. jax has such a callback."""
-    callbacks = [getattr(callback, "__code__", None) for callback in gc.callbacks]
-    while frame is not None:
-        if frame.f_code in callbacks:
-            return True
-        frame = frame.f_back
-    return False
-
-
 def catch_sigterm() -> None:
-    """Let SIGTERM raise `Terminated` from now on. Only a main thread can do this; elsewhere nothing changes."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _raise)
+    """Let SIGTERM raise `Terminated` from now on. Only a main thread can do this; elsewhere nothing changes.
+
+    Python drops an exception that is raised while the garbage collector or a weak reference calls back, which happens
+    often inside jax. A stop that was dropped there is sent again, be it SIGTERM or Ctrl-C.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    signal.signal(signal.SIGTERM, _raise)
+    if not isinstance(sys.unraisablehook, _SendAgain):
+        sys.unraisablehook = _SendAgain(sys.unraisablehook)
+
+
+class _SendAgain:
+    """Called by Python with each exception that it drops: a stop is sent again a moment later."""
+
+    def __init__(self, others: Callable[[sys.UnraisableHookArgs], object]) -> None:
+        self.others = others
+        self.waiting = False
+
+    def __call__(self, dropped: sys.UnraisableHookArgs) -> None:
+        if not isinstance(dropped.exc_value, KeyboardInterrupt):
+            self.others(dropped)
+            return
+        if not self.waiting:  # one stop, however often it is dropped
+            self.waiting = True
+            number = signal.SIGTERM if isinstance(dropped.exc_value, Terminated) else signal.SIGINT
+            timer = threading.Timer(AGAIN, self._send, (number,))
+            timer.daemon = True
+            timer.start()
+
+    def _send(self, number: int) -> None:
+        self.waiting = False
+        os.kill(os.getpid(), number)
 
 
 def exit_status(stopped: KeyboardInterrupt) -> int:
