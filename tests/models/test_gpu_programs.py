@@ -8,11 +8,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import Var
 
 import fedbraid as fb
 from fedbraid import models
 from fedbraid.local import ClientData
 from fedbraid.lowering import Lanes, LoweringOptions, explain, kernels, lower
+from fedbraid.lowering.mixed import narrow_activations
 
 CONVOLUTIONS = [
     "convolution_relu x 1",
@@ -137,12 +139,26 @@ def test_the_gpt_attends_normalises_and_activates_in_kernels():
         "activation_back x 4",
         "add_row_norm x 8",
         "add_row_norm_back x 8",
-        "attention x 4",
-        "attention_back x 4",
+        "attention_back_with_bias x 4",
+        "attention_with_bias x 4",
         "log_sum_exp x 1",
         "row_norm x 1",
         "row_norm_back x 1",
     ]
+
+
+def test_the_gpt_reads_its_logits_once_for_the_loss():
+    model = models.gpt(2048, tied=False)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    batch = {name: jax.ShapeDtypeStruct((8, 128), jnp.int32) for name in ("x", "y")}
+    program = jax.make_jaxpr(narrow_activations(model.loss))(params, batch, jax.random.key(0))
+    values, equations = set(program.jaxpr.outvars), []
+    for equation in reversed(program.jaxpr.eqns):  # those that the loss needs
+        if values.intersection(equation.outvars):
+            equations.append(equation)
+            values.update(v for v in equation.invars if isinstance(v, Var))
+    readers = [e.primitive.name for e in equations if any(v.aval.shape == (8, 128, 2048) for v in e.invars)]
+    assert sorted(readers) == ["custom_jvp_call", "linear"]  # the kernel, and the choice of the labels
 
 
 @pytest.mark.parametrize("precision", ["default", "tf32", "bfloat16"])

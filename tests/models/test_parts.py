@@ -153,9 +153,14 @@ def written_by_hand():
     return loss, ends | {"blocks": [block(), block()]}, batch()
 
 
+def spread(params):
+    """Larger matrices, and biases that are not zero."""
+    return jax.tree.map(lambda w: 3 * w if w.ndim > 1 else w + 0.2 * jnp.cos(jnp.arange(w.size)), params)
+
+
 def of_the_library(**options):
     model = models.gpt(VOCAB, layers=2, width=WIDTH, heads=HEADS, length=T, **options)
-    return model.loss, jax.tree.map(lambda w: 3 * w if w.ndim > 1 else w, model.init(KEY)), batch()
+    return model.loss, spread(model.init(KEY)), batch()
 
 
 class Block(eqx.Module):
@@ -197,14 +202,19 @@ def of_equinox():
 
 def of_llama():
     model = models.llama(VOCAB, layers=2, width=WIDTH, heads=HEADS, kv_heads=2)
-    return model.loss, jax.tree.map(lambda w: 3 * w if w.ndim > 1 else w, model.init(KEY)), batch()
+    return model.loss, spread(model.init(KEY)), batch()
 
 
 def encoder():
     model = models.encoder(VOCAB, classes=300, layers=1, width=WIDTH, heads=HEADS, length=T)
     examples = batch() | {"y": jnp.arange(8)}
     examples["x"] = examples["x"].at[:, 12:].set(0)
-    return model.loss, jax.tree.map(lambda w: 3 * w if w.ndim > 1 else w, model.init(KEY)), examples
+    return model.loss, spread(model.init(KEY)), examples
+
+
+def with_bias(kernels):
+    """The same kernels, of which those for attention add a bias."""
+    return {name + "_with_bias" * name.startswith("attention"): count for name, count in kernels.items()}
 
 
 BLOCKS = {
@@ -217,12 +227,12 @@ BLOCKS = {
 }
 ONE = {"attention": 1, "attention_back": 1, "activation_back": 1, "row_norm": 1, "row_norm_back": 1}
 FOUND = {
-    "by hand": (written_by_hand, BLOCKS | {"add_row_norm": 3, "add_row_norm_back": 3}),
-    "gpt": (of_the_library, BLOCKS | {"add_row_norm": 4, "add_row_norm_back": 4}),
+    "by hand": (written_by_hand, with_bias(BLOCKS) | {"add_row_norm": 3, "add_row_norm_back": 3}),
+    "gpt": (of_the_library, with_bias(BLOCKS) | {"add_row_norm": 4, "add_row_norm_back": 4}),
     "rotary": (lambda: of_the_library(positions="rotary"), BLOCKS | {"add_row_norm": 4, "add_row_norm_back": 4}),
     "equinox": (of_equinox, ONE | {"add_row_norm": 1, "add_row_norm_back": 1, "log_sum_exp": 1}),
     "llama": (of_llama, {"attention": 1, "attention_back": 1, "log_sum_exp": 1}),  # once, in the loop over layers
-    "encoder": (encoder, ONE | {"add_row_norm": 2, "add_row_norm_back": 2}),
+    "encoder": (encoder, with_bias(ONE) | {"add_row_norm": 2, "add_row_norm_back": 2}),
 }
 
 

@@ -161,8 +161,13 @@ def add_normalise_rows(
     return x.reshape(r.shape), y.reshape(r.shape)
 
 
-def attend(found: Attention, of: Graph, read: Callable[[Node], Array]) -> Array | None:
-    """The value of an attention as a kernel, with its axes in the order of ``found.result``; None if it is too long."""
+def attend(
+    found: Attention, of: Graph, read: Callable[[Node], Array], narrow: Callable[[Array], Array]
+) -> Array | None:
+    """The value of an attention as a kernel, with its axes in the order of ``found.result``; None if it is too long.
+
+    narrow: rounds queries, keys and values. Their bias is not rounded.
+    """
     from fedbraid.lowering.kernels.attention import attend as kernel
     from fedbraid.lowering.kernels.attention import fits
 
@@ -176,10 +181,10 @@ def attend(found: Attention, of: Graph, read: Callable[[Node], Array]) -> Array 
     heads = sizes.get(h, 1)
     packed = _packed(found, (b, h))
     if packed is None:
-        q = _ordered(read(found.query.node), found.query.labels, (b, found.rows, h, found.shared, found.inner))
+        q = _ordered(narrow(read(found.query.node)), found.query.labels, (b, found.rows, h, found.shared, found.inner))
         inner = next(x for x in found.key.labels if x is not None and x[0] == "sum")
-        k = _ordered(read(found.key.node), found.key.labels, (b, found.columns, h, inner))
-        v = _ordered(read(found.value.node), found.value.labels, (b, found.columns, h, "value"))
+        k = _ordered(narrow(read(found.key.node)), found.key.labels, (b, found.columns, h, inner))
+        v = _ordered(narrow(read(found.value.node)), found.value.labels, (b, found.columns, h, "value"))
         sources: tuple = (q.reshape(*q.shape[:2], heads * g, d), k, v)
         places, bias = ((0, 0), (1, 0), (2, 0)), None
     else:
@@ -187,7 +192,7 @@ def attend(found: Attention, of: Graph, read: Callable[[Node], Array]) -> Array 
         shape = (*base.shape[:2], 3 * heads, d)
         x, added = biased(base.args[0], of) if base.name == "reshape" else (base, None)
         x, added = (base, None) if added is None else (x, added)
-        sources = (read(x).reshape(shape),)
+        sources = (narrow(read(x)).reshape(shape),)
         bias = None if added is None else _wide(read(added)).reshape(shape[2:])
     mask = _mask(found, read, (b, h))
     how = Heads(places, heads * g, heads, found.scale, found.causal, found.filler)

@@ -235,7 +235,7 @@ def _in_one_piece(part: Any, node: Node, of: Graph, read: Callable[[Node], Value
     if isinstance(part, Attention) and ahead and kernels.available():
         factors = [read(factor) for factor in part.inputs[:3]]
         if all(v.kind in (FREE, NARROW, SOFT) for v in factors) and any(v.kind is not FREE for v in factors):
-            array = fused.attend(part, of, lambda node: _narrowed(read(node).array))
+            array = fused.attend(part, of, lambda node: read(node).array, _narrowed)
             return None if array is None else [Value(array, NARROW)]
     if isinstance(part, NormalisedRows) and ahead and kernels.available():
         x = read(part.x)
@@ -246,8 +246,9 @@ def _in_one_piece(part: Any, node: Node, of: Graph, read: Callable[[Node], Value
     if isinstance(part, Activation) and ahead and read(part.x).kind is NARROW:
         return [_activated(part, node, read)]
     if isinstance(part, LogSum) and read(part.x).kind is NARROW:
-        shift = _wide(read(part.shift).array).reshape(node.shape)
-        return [Value(fused.log_sum_exp(read(part.x).array, kernels.available()).reshape(node.shape) - shift, WIDE)]
+        total = fused.log_sum_exp(read(part.x).array, kernels.available()).reshape(node.shape)
+        shift = 0 if part.shift is None else _wide(read(part.shift).array).reshape(node.shape)
+        return [Value(total - shift, WIDE)]
     if isinstance(part, Picked) and part.x.shape[-1] >= FEWEST and read(part.x).kind in (NARROW, WIDE):
         gather = lambda x, at: _bind(node.equation, [x, at])[0]  # noqa: E731
         return [Value(_wide(fused.picked(read(part.x).array, read(part.at).array, gather)), WIDE)]

@@ -36,10 +36,7 @@ def _residual(x: Node, of: Graph) -> tuple[Node, Node, Node | None] | None:
     if x.name != "add" or any(arg.shape != x.shape or arg.name == "broadcast_in_dim" for arg in x.args):
         return None
     for r, branch in (x.args[::-1], x.args):
-        a = branch
-        while a.name == "reshape" and a.args[0].shape[-1:] == x.shape[-1:] and of.only_use(a) is not None:
-            a = a.args[0]
-        before, bias = biased(a, of)
+        before, bias = biased(branch, of)
         if bias is not None:
             return r, before, bias
     return x.args[0], x.args[1], None

@@ -247,18 +247,27 @@ def reduced(node: Node, name: str) -> Node | None:
 
 
 class LogSum(NamedTuple):
-    """log(sum(exp(x - shift))) over the last axis."""
+    """log(sum(exp(x - shift))) over the last axis; log(sum(exp(x))) if there is no shift."""
 
     x: Node
-    shift: Node
+    shift: Node | None
 
     @property
     def inputs(self) -> tuple[Node, ...]:
-        return self.x, self.shift
+        return (self.x,) if self.shift is None else (self.x, self.shift)
 
 
-def log_sum(node: Node, _: Graph) -> LogSum | None:
-    """The log-sum-exp that ends in this node; None if there is none."""
+def log_sum(node: Node, of: Graph) -> LogSum | None:
+    """The log-sum-exp that ends in this node; None if there is none.
+
+    ``logsumexp`` subtracts the largest value and adds it again. Then the sum is the node, and it has no shift.
+    """
+    if node.name == "add":
+        for log, largest in (node.args, node.args[::-1]):
+            found = log_sum(log, of) if of.only_use(log) is node else None
+            if found is not None and reduced(bare(largest), "reduce_max") is found.x and _stopped(largest):
+                return LogSum(found.x, None)
+        return None
     if node.name != "log":
         return None
     total = bare(node.args[0])
@@ -267,8 +276,7 @@ def log_sum(node: Node, _: Graph) -> LogSum | None:
     if powers is None or powers.name != "exp" or powers.args[0].name != "sub":
         return None
     x, shift = powers.args[0].args
-    largest = bare(shift)
-    return LogSum(x, shift) if reduced(largest, "reduce_max") is x and _stopped(shift) else None
+    return LogSum(x, shift) if reduced(bare(shift), "reduce_max") is x and _stopped(shift) else None
 
 
 def _stopped(node: Node) -> bool:
@@ -339,19 +347,27 @@ def activation(node: Node, of: Graph) -> Activation | None:
     elsewhere = id(x) in of.results or any(_source(use, {}) is not x for use in of.uses[id(x)])
     if elsewhere:
         return Activation(x, x, None)
-    flat = x
-    while flat.name == "reshape" and flat.args[0].shape[-1:] == x.shape[-1:] and of.only_use(flat.args[0]) is flat:
-        flat = flat.args[0]
-    before, bias = _biased(flat)
+    before, bias = _biased(_unshaped(x, of))
     return Activation(x, x, None) if bias is None else Activation(x, before, bias)
 
 
 def biased(node: Node, of: Graph) -> tuple[Node, Node | None]:
     """(x, bias) of x + bias, with one number for each entry of the last axis; (node, None) for other nodes.
 
-    The sum must be used only once: else it is computed anyway.
+    The sum must be used only once: else it is computed anyway. x may have fewer axes than the node, if the node is the
+    sum in another shape.
     """
-    return (node, None) if of.only_use(node) is None else _biased(node)
+    if of.only_use(node) is None:
+        return node, None
+    x, bias = _biased(_unshaped(node, of))
+    return (node, None) if bias is None else (x, bias)
+
+
+def _unshaped(node: Node, of: Graph) -> Node:
+    """The value before reshapes that keep the last axis, if nothing else uses it."""
+    while node.name == "reshape" and node.args[0].shape[-1:] == node.shape[-1:] and of.only_use(node.args[0]) is node:
+        node = node.args[0]
+    return node
 
 
 def _biased(node: Node) -> tuple[Node, Node | None]:

@@ -83,7 +83,13 @@ def _forward(sources: tuple[Array, ...], bias: Array | None, mask: Array | None,
     rows = _rows(t, s)
     like = jax.ShapeDtypeStruct((b, t, heads.queries, d), sources[0].dtype)
     kernel = partial(_forward_kernel, heads=heads, sizes=(t, s, d), rows=rows, bias=bias is not None)
-    return _call(kernel, (b, heads.queries, -(-t // rows)), like, "attention", FORWARDS, *sources, *_there(bias, mask))
+    grid = b, heads.queries, -(-t // rows)
+    return _call(kernel, grid, like, _name("attention", bias), FORWARDS, *sources, *_there(bias, mask))
+
+
+def _name(kernel: str, bias: Array | None) -> str:
+    """A kernel that adds a bias has another name, so that `explain` and tests see whether one does."""
+    return kernel if bias is None else f"{kernel}_with_bias"
 
 
 def _there(*arrays: Array | None) -> list[Array]:
@@ -184,7 +190,7 @@ def _backward(sources: tuple[Array, ...], bias: Array | None, mask: Array | None
         outputs.append(jax.ShapeDtypeStruct((b, *bias.shape), jnp.float32))
     kernel = partial(_backward_kernel, heads=heads, sizes=(t, s, d), rows=_rows(t, s), bias=bias is not None)
     given = [*sources, *_there(bias, mask), dy]
-    found = _call(kernel, (b, heads.keys), outputs, "attention_back", BACKWARDS, *given)
+    found = _call(kernel, (b, heads.keys), outputs, _name("attention_back", bias), BACKWARDS, *given)
     if bias is None:
         return tuple(found), None
     return tuple(found[:-1]), found[-1].sum(0).astype(bias.dtype)
