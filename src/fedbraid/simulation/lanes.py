@@ -81,8 +81,8 @@ class _LaneFold:
     def fold_key(self, slot: Any) -> Any:
         return self.work.fold_key(self.shared.client_key(slot), self.index)
 
-    def begin(self, states: PyTree, slot: Any) -> PyTree:
-        return self.fold.begin(self.shared.down, _at(states, slot), self.fold_key(slot))
+    def begin(self, down: PyTree, states: PyTree, slot: Any) -> PyTree:
+        return self.fold.begin(down, _at(states, slot), self.fold_key(slot))
 
     def advance(self, slot: Any, k: Any, carry: PyTree) -> PyTree:
         return self.fold.advance(carry, k, self.shared.down, self.shared.data(slot), self.fold_key(slot))
@@ -104,10 +104,14 @@ class _LaneFold:
         # With a static number of ticks the device does not synchronise with the host after each tick.
         ticks = int(self.fold.batches.count(np.int64(self.plan.alike))) if self.plan.alike else None
         extent = extent_of(self.fold, self.plan.alike or self.shared.cap, self.plan.usual, width)
-        growth = grow(partial(self.begin, states), self.advance, (slot, jnp.int32(0)), extent, self.matrices)
+        # Clients start from this copy of the shared model. Without the barrier XLA repeats the shared model for all
+        # clients once, for their start and for their end, where it is subtracted. It then keeps the repeated models
+        # during the round, and reads them instead of the shared one.
+        down = jax.lax.optimization_barrier(self.shared.down)
+        growth = grow(partial(self.begin, down, states), self.advance, (slot, jnp.int32(0)), extent, self.matrices)
 
         def start(states: PyTree, slot: Any) -> Any:
-            return growth.rest(self.begin(states, slot))
+            return growth.rest(self.begin(down, states, slot))
 
         def tick(_: Any, lanes: tuple) -> tuple:
             slot, k, rest, rows = lanes
@@ -134,8 +138,7 @@ class _LaneFold:
         )
         nothing = self.nothing(states, slot, many)
         if ticks is not None and many <= width:  # one event: no client waits, so no model is copied for a next one
-            # without the barrier XLA keeps the first models, to subtract them later
-            _, _, rest, rows = jax.lax.fori_loop(0, ticks, tick, jax.lax.optimization_barrier(lanes))
+            _, _, rest, rows = jax.lax.fori_loop(0, ticks, tick, lanes)
             ended = jax.vmap(growth.carry)(rest, growth.matrices(rows))
             states, gained = self.take(states, nothing, table.slot[0], ended)
             return gained, states
@@ -153,7 +156,7 @@ class _LaneFold:
 
     def nothing(self, states: PyTree, slot: Any, many: int) -> PyTree:
         """The initial results, before any client has ended."""
-        example = (states, slot, jax.eval_shape(self.begin, states, slot))
+        example = (states, slot, jax.eval_shape(self.begin, self.shared.down, states, slot))
         if self.is_last:
             return zero_tally(jax.eval_shape(self.report, *example).tally, self.gather, many)
         shapes = jax.eval_shape(self.result, *example)
