@@ -117,6 +117,45 @@ def test_what_a_loop_carries_stays_float32():
     assert {leaf.dtype.name for leaf in jax.tree.leaves(jax.grad(narrow_activations(loss))(w, xs))} == {"float32"}
 
 
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_loop_over_layers_gives_what_the_layers_give_one_by_one(remat):
+    """The activations between layers are narrow in a loop, too. What the loop also carries, a sum, stays float32."""
+    rng = np.random.default_rng(0)
+    w = {name: jnp.asarray(rng.standard_normal((4, 6, 6)) / 4, jnp.float32) for name in ("a", "b")}
+    ends = jnp.asarray(rng.standard_normal((2, 6, 6)) / 2, jnp.float32)
+    x = jnp.asarray(rng.standard_normal((5, 6)), jnp.float32)
+
+    def layer(x, w):
+        return x + jnp.tanh(x @ w["a"]) @ w["b"]
+
+    layer = jax.checkpoint(layer) if remat else layer
+
+    def looped(w, ends, x):
+        def one(carry, w):
+            x, total = carry
+            x = layer(x, w)
+            return (x, total + jnp.sum(jnp.exp(x))), None
+
+        (x, total), _ = lax.scan(one, (x @ ends[0], jnp.float32(0)), w)
+        return jnp.sum((x @ ends[1]) ** 2) + total
+
+    def unrolled(w, ends, x):
+        x, total = x @ ends[0], jnp.float32(0)
+        for i in range(4):
+            x = layer(x, {name: leaf[i] for name, leaf in w.items()})
+            total = total + jnp.sum(jnp.exp(x))
+        return jnp.sum((x @ ends[1]) ** 2) + total
+
+    (loop,) = (e for e in traced(narrow_activations(looped), w, ends, x) if e.primitive.name == "scan")
+    assert [v.aval.dtype.name for v in loop.outvars] == ["bfloat16", "float32"]
+    ways = [jax.jit(jax.value_and_grad(narrow_activations(f), (0, 1))) for f in (looped, unrolled)]
+    for mine, theirs in zip(*(jax.tree.leaves(way(w, ends, x)) for way in ways), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-2, atol=2e-2 * np.abs(theirs).max())
+    exact = jax.tree.leaves(jax.value_and_grad(looped, (0, 1))(w, ends, x))
+    for mine, true in zip(jax.tree.leaves(ways[0](w, ends, x)), exact, strict=True):
+        np.testing.assert_allclose(mine, true, rtol=3e-2, atol=3e-2 * np.abs(true).max())
+
+
 def test_checkpoints_are_kept():
     def loss(params, x):
         return mlp(params[2:], jax.checkpoint(lambda p, x: jnp.tanh(jnp.tanh(x @ p[0][0]) @ p[1][0]))(params[:2], x))

@@ -231,7 +231,12 @@ FOUND = {
     "gpt": (of_the_library, with_bias(BLOCKS) | {"add_row_norm": 4, "add_row_norm_back": 4}),
     "rotary": (lambda: of_the_library(positions="rotary"), BLOCKS | {"add_row_norm": 4, "add_row_norm_back": 4}),
     "equinox": (of_equinox, ONE | {"add_row_norm": 1, "add_row_norm_back": 1, "log_sum_exp": 1}),
-    "llama": (of_llama, {"attention": 1, "attention_back": 1, "log_sum_exp": 1}),  # once, in the loop over layers
+    # the first four once, in the loop over layers; the last norm is after the loop
+    "llama": (
+        of_llama,
+        {"attention": 1, "attention_back": 1, "add_row_norm": 1, "add_row_norm_back": 1}
+        | {"row_norm": 2, "row_norm_back": 2, "log_sum_exp": 1},
+    ),
     "encoder": (encoder, with_bias(ONE) | {"add_row_norm": 2, "add_row_norm_back": 2}),
 }
 

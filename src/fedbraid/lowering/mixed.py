@@ -297,9 +297,12 @@ def _apply(equation: Any, values: list[Value], ahead: list[bool]) -> list[Value]
         return _elementwise(equation, values, floats, ahead[0])
     arrays = _typed(equation.invars, values)
     if _multiplies(equation) and not name.startswith("custom_"):
-        factors = _only_factors(equation, values)
-        arrays = [_half(array) if i in factors else array for i, array in enumerate(arrays)]
-        outputs = _bind(equation, arrays, **_rewritten(equation, factors))
+        carried = _narrow_carries(equation, values)
+        narrow = _only_factors(equation, values) | carried
+        arrays = [_half(array) if i in narrow else array for i, array in enumerate(arrays)]
+        outputs = _bind(equation, arrays, **_rewritten(equation, narrow, carried))
+        first = sum(loop_counts(equation.params)[:1]) if carried else 0
+        return [Value(array, NARROW if first + i in carried else WIDE) for i, array in enumerate(outputs)]
     else:
         outputs = _bind(equation, arrays)
     kind = FREE if not floats else SOFT if name.startswith("custom_") else WIDE
@@ -422,10 +425,48 @@ def _multiplied(variable: Any, uses: dict[Any, list[tuple[Any, int]]]) -> bool:
     return bool(uses.get(variable)) and all(product(*use) for use in uses[variable])
 
 
-def _rewritten(equation: Any, factors: set[int]) -> dict[str, Any]:
-    """The parameters of a loop or a branch, with the programs inside rewritten. What loops carry stays float32.
+def _narrow_carries(equation: Any, values: list[Value]) -> set[int]:
+    """Inputs of a loop that it carries in bfloat16: they are before the loop, and after each of its steps.
 
-    factors: numbers of the inputs that are bfloat16.
+    The activations between layers are such values, if the loop is over layers. A recurrent state that starts as a
+    constant is not, so it stays float32.
+    """
+    if equation.primitive.name != "scan":
+        return set()
+    first, count = loop_counts(equation.params)
+    inner = inlined(equation.params["jaxpr"])
+    narrow = {i for i in range(first, first + count) if values[i].kind is NARROW}
+    after: list[Kind] = []
+
+    def run(*arrays: Any) -> list[Any]:
+        found = _step(inner, arrays, (first, count), narrow)
+        after[:] = [v.kind for v in found]
+        return [v.array for v in found]
+
+    while narrow:
+        jax.eval_shape(run, *(_stored(aval, i in narrow) for i, aval in enumerate(inner.in_avals)))
+        wide = {i for i in narrow if after[i - first] is not NARROW}
+        if not wide:
+            break
+        narrow -= wide
+    return narrow
+
+
+def _stored(aval: Any, narrow: bool) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, HALF if narrow else aval.dtype)
+
+
+def _step(inner: ClosedJaxpr, arrays: Sequence[Any], counts: tuple[int, int], narrow: set[int]) -> list[Value]:
+    """The program inside a loop or a branch. ``counts``: of its inputs that are constants, and that are carried."""
+    first, carried = counts
+    kinds = [NARROW if i in narrow else WIDE if first <= i < first + carried else FREE for i in range(len(arrays))]
+    return _evaluate(inner.jaxpr, inner.consts, list(map(Value, arrays, kinds)), [True] * len(inner.jaxpr.outvars))
+
+
+def _rewritten(equation: Any, narrow: set[int], carries: set[int]) -> dict[str, Any]:
+    """The parameters of a loop or a branch, with the programs inside rewritten. Other carries stay float32.
+
+    narrow: numbers of the inputs that are bfloat16. carries: those of them that are carried.
     """
     first, carried = 0, 0
     if equation.primitive.name == "scan":
@@ -438,17 +479,13 @@ def _rewritten(equation: Any, factors: set[int]) -> dict[str, Any]:
             return tuple(map(changed, value))
         if not isinstance(value, ClosedJaxpr) or not any(map(_multiplies, value.jaxpr.eqns)):
             return value
-
         inner = inlined(value)
 
         def run(*arrays: Any) -> list[Any]:
-            kinds = [WIDE if first <= i < first + carried else FREE for i in range(len(arrays))]
-            found = _evaluate(
-                inner.jaxpr, inner.consts, list(map(Value, arrays, kinds)), [True] * len(inner.jaxpr.outvars)
-            )
-            return _typed(value.jaxpr.outvars, found)
+            found = _step(inner, arrays, (first, carried), carries)
+            typed = _typed(value.jaxpr.outvars, found)
+            return [v.array if first + i in carries else typed[i] for i, v in enumerate(found)]
 
-        avals = [jax.ShapeDtypeStruct(a.shape, HALF if i in factors else a.dtype) for i, a in enumerate(value.in_avals)]
-        return jax.make_jaxpr(run)(*avals)
+        return jax.make_jaxpr(run)(*(_stored(aval, i in narrow) for i, aval in enumerate(value.in_avals)))
 
     return {name: changed(value) for name, value in equation.params.items()}
