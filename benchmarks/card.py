@@ -4,7 +4,8 @@
     python benchmarks/card.py [--only NAME ...] [--kernels] [--out [FILE]] [--check [FILE]]
 
 For a round of each row: the kernels it starts, the bytes they read and write, and the memory that the program needs
-besides its arguments and results.
+besides its arguments and results. Rows of LoRA (lora.py) also have the memory of everything together, compared with the
+frozen weights and the activations of one step.
 `--kernels` lists the kernels by the bytes they move. `--out` writes the numbers into FILE (default:
 benchmarks/results/h200-programs.json). `--check` compares with FILE: it names rows that start more kernels, move more
 bytes or need more memory by more than 2%, and fails if there are any.
@@ -25,6 +26,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -49,6 +51,7 @@ ROWS = (
     "gpt, bfloat16",
     "lstm, lanes, bfloat16",
 )
+LORA = {"lora, bfloat16": False, "lora, bfloat16, remat": True}  # of lora.py
 MORE = 0.02  # share by which a number may grow
 H200 = """
 platform_name: "CUDA"
@@ -84,33 +87,46 @@ class _Compiled(Exception):
     """Ends a simulation whose program was compiled: it cannot run here."""
 
 
-def compiled(simulate: Callable[[], Any]) -> Any:
-    """The compiled rounds of a simulation, for an H200."""
+@contextmanager
+def as_on_a_card() -> Iterator[None]:
+    """Programs are traced as for an H200."""
+    there = {"platform": lambda: "cuda", "_recent": lambda: True, "interpreted": lambda: False}
+    here = {name: getattr(kernels, name) for name in there}
+    _set(there)
+    try:
+        yield
+    finally:
+        _set(here)
+
+
+def for_a_card(program: Any, args: tuple) -> Any:
+    """A program, compiled for an H200."""
     device = topologies.get_topology_desc("h200", "cuda", target_config=H200, topology="1x1x1").devices[0]
     there = jax.sharding.SingleDeviceSharding(device)
+    lifted = program._of(args)
+    inner = program._plain if lifted is None else lifted.program
+    given = args if lifted is None else (lifted.captured, program._leaves(args))
+    shapes = jax.tree.map(lambda leaf: _shape(leaf, there), given)
+    return inner.trace(*shapes).lower(lowering_platforms=("cuda",)).compile()
+
+
+def compiled(simulate: Callable[[], Any]) -> Any:
+    """The compiled rounds of a simulation, for an H200."""
     plainly = captured.Program.__call__
 
     def stop(program: Any, *args: Any) -> Any:
         if program._is_inside(args) or not program._plain.__wrapped__.__qualname__.endswith("_Rounds.many"):
             return plainly(program, *args)
-        lifted = program._of(args)
-        traced, given = (
-            (program._plain, args) if lifted is None else (lifted.program, (lifted.captured, program._leaves(args)))
-        )
-        shapes = jax.tree.map(lambda leaf: _shape(leaf, there), given)
-        raise _Compiled(traced.trace(*shapes).lower(lowering_platforms=("cuda",)).compile())
+        raise _Compiled(for_a_card(program, args))
 
-    as_on_a_card = {"platform": lambda: "cuda", "_recent": lambda: True, "interpreted": lambda: False}
-    before = {name: getattr(kernels, name) for name in as_on_a_card}
     try:
         captured.Program.__call__ = stop  # pyright: ignore[reportAttributeAccessIssue]
-        _set(as_on_a_card)
-        simulate()
+        with as_on_a_card():
+            simulate()
     except _Compiled as found:
         return found.args[0]
     finally:
         captured.Program.__call__ = plainly
-        _set(before)
     raise RuntimeError("the simulation compiled no rounds")
 
 
@@ -243,6 +259,20 @@ def summary(program: Any) -> dict[str, Any]:
     }
 
 
+def lora_summary(remat: bool) -> tuple[Any, dict[str, Any]]:
+    """The program of lora.py, and its numbers: all its memory as a multiple of frozen weights and activations."""
+    import lora
+
+    options, how = lora.arguments().parse_args([]), "bfloat16"
+    work = lora.task(options, remat)
+    program = compiled(lambda: lora.simulated(options, work, how, lambda _: None))
+    with as_on_a_card():
+        activations = for_a_card(*lora.gradient(options, work, how)).memory_analysis().temp_size_in_bytes
+    used, base = program.memory_analysis(), sum(leaf.nbytes for leaf in jax.tree.leaves(work.weights))
+    total = used.argument_size_in_bytes + used.output_size_in_bytes + used.temp_size_in_bytes
+    return program, summary(program) | {"total": total, "multiple": round(total / (base + activations), 3)}
+
+
 def grown_rows(old: dict[str, Any], new: dict[str, Any], *, allowed: float = MORE) -> list[str]:
     """Sentences about numbers that became larger.
 
@@ -281,16 +311,15 @@ def main() -> int:
     if missing:
         _refuse(f"not installed: {', '.join(missing)}")
     rows, report = gpu.measurements(), {}
-    for name in ROWS:
+    for name in (*ROWS, *LORA):
         if options.only and not any(word in name for word in options.only):
             continue
-        program = compiled(rows[name])
-        one = report[name] = summary(program)
-        print(
-            f"{name:32} {one['kernels']:6,} kernels move {one['bytes'] / 1e9:7.2f} GB, "
-            f"{one['memory'] / 1e9:5.2f} GB of memory",
-            flush=True,
-        )
+        if name in LORA:
+            program, report[name] = lora_summary(LORA[name])
+        else:
+            program = compiled(rows[name])
+            report[name] = summary(program)
+        print(_line(name, report[name]), flush=True)
         if options.kernels:
             print("\n".join(listed(program)), flush=True)
     worse = grown_rows(read(options.check).get("rows", {}), report) if options.check else []
@@ -300,6 +329,14 @@ def main() -> int:
         stamped = {name: one | {key: about[key] for key in ("commit", "date")} for name, one in report.items()}
         write(options.out, {"about": about, "rows": read(options.out).get("rows", {}) | stamped})
     return 1 if worse else 0
+
+
+def _line(name: str, one: dict[str, Any]) -> str:
+    moved, memory = one["bytes"] / 1e9, one["memory"] / 1e9
+    text = f"{name:32} {one['kernels']:6,} kernels move {moved:7.2f} GB, {memory:5.2f} GB of memory"
+    if "total" in one:
+        text += f"; all {one['total'] / 1e9:.2f} GB, {one['multiple']:.2f} of frozen weights and activations"
+    return text
 
 
 def _installed(module: str) -> bool:

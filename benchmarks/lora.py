@@ -22,7 +22,9 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 from turns import await_turn, measure_in_turn
 
@@ -32,8 +34,17 @@ OURS = [("tf32", False), ("tf32", True), ("bfloat16", False), ("bfloat16", True)
 TORCH = [("tf32", False), ("bfloat16", False), ("tf32", True), ("bfloat16", True)]
 
 
-def ours(options, precision, remat: bool) -> dict:
-    """One variant in this process: its peak memory is that of the process."""
+class Task(NamedTuple):
+    """A round of FedAvg on adapters."""
+
+    model: Any
+    weights: Any
+    params: Any
+    data: Any
+    algorithm: Any
+
+
+def task(options, remat: bool) -> Task:
     import jax
     import numpy as np
 
@@ -44,44 +55,59 @@ def ours(options, precision, remat: bool) -> dict:
     base = models.llama(**shapes, remat=remat)
     weights = jax.block_until_ready(base.init(jax.random.key(0)))
     model = models.lora(base, weights, rank=options.rank, targets=("q", "v"))
-    params = model.init(jax.random.key(1))
     rng = np.random.default_rng(0)
     each = options.steps * options.batch
     text = rng.integers(1, shapes["vocab"], (options.clients * each, options.length + 1)).astype(np.int32)
     data = fb.Split({"x": text[:, :-1].copy(), "y": text[:, 1:].copy()}, np.arange(options.clients + 1) * each)
     alg = fb.fedavg(model.loss, client_lr=1e-3, client_opt="adamw", batch_size=options.batch)
-    stamps = []
+    return Task(model, weights, model.init(jax.random.key(1)), data, alg)
+
+
+def simulated(options, work: Task, precision: str, progress: Callable) -> Any:
+    import fedbraid as fb
+    from fedbraid.lowering import kernels
+
+    how = {"precision": precision, "plan": "lanes", "chunk": options.clients} if kernels.available() else {}
+    return fb.simulate(work.algorithm, work.params, work.data, rounds=options.rounds, on_progress=progress, **how)
+
+
+def gradient(options, work: Task, precision: str) -> tuple[Any, tuple]:
+    """The program for the gradient of one step of all clients at once, and its arguments."""
+    import jax
+    import numpy as np
+
+    from fedbraid.local import value_and_grad
+    from fedbraid.lowering import LoweringOptions, captured, lower_function
+
+    many = jax.tree.map(lambda leaf: np.repeat(np.asarray(leaf)[None], options.clients, 0), work.params)
+    arrays = work.data.arrays.items()
+    batch = {name: array.reshape(options.clients, -1, options.length)[:, : options.batch] for name, array in arrays}
+    batch["mask"] = np.ones((options.clients, options.batch), np.float32)
+    one = lower_function(lambda *at: value_and_grad(work.model.loss)(*at)[1], LoweringOptions(precision=precision))
+    return captured.jit(jax.vmap(one, (0, 0, None))), (many, batch, None)
+
+
+def ours(options, precision, remat: bool) -> dict:
+    """One variant in this process: its peak memory is that of the process."""
+    import jax
+
+    stamps, work = [], task(options, remat)
 
     def progress(now) -> None:
         await_turn()  # after the first rounds, so the program is compiled
         stamps.append((time.perf_counter(), now.round))
 
-    result = fb.simulate(
-        alg,
-        params,
-        data,
-        rounds=options.rounds,
-        on_progress=progress,
-        **({"precision": precision} if jax.default_backend() == "gpu" else {}),
-        **({"plan": "lanes", "chunk": options.clients} if jax.default_backend() == "gpu" else {}),
-    )
+    result = simulated(options, work, precision, progress)
     spans = [(b[0] - a[0]) / (b[1] - a[1]) for a, b in pairwise(stamps[1:] if len(stamps) > 2 else stamps)]
     seconds = statistics.median(spans)
     stats = jax.devices()[0].memory_stats() or {}
-    many = jax.tree.map(lambda leaf: np.repeat(np.asarray(leaf)[None], options.clients, 0), params)
-    batch = {name: array.reshape(options.clients, each, -1)[:, : options.batch] for name, array in data.arrays.items()}
-    batch["mask"] = np.ones((options.clients, options.batch), np.float32)
-    from fedbraid.local import value_and_grad
-    from fedbraid.lowering import LoweringOptions, captured, lower_function
-
-    gradient = lower_function(lambda *at: value_and_grad(model.loss)(*at)[1], LoweringOptions(precision=precision))
-    step = captured.jit(jax.vmap(gradient, (0, 0, None)))
-    used = step.lower(many, batch, None).compile().memory_analysis()
+    step, arguments = gradient(options, work, precision)
+    used = step.lower(*arguments).compile().memory_analysis()
     return {
         "seconds": seconds,
-        "tokens_per_second": options.clients * each * options.length / seconds,
+        "tokens_per_second": options.clients * options.steps * options.batch * options.length / seconds,
         "peak": stats.get("peak_bytes_in_use"),
-        "base": sum(leaf.nbytes for leaf in jax.tree.leaves(weights)),
+        "base": sum(leaf.nbytes for leaf in jax.tree.leaves(work.weights)),
         "activations": used.temp_size_in_bytes,
         "up_per_client": result.info.cost.up,
         "loss": float(result.history["train/loss"][-1]),
@@ -196,7 +222,7 @@ def variants(options) -> list[tuple[str, str, str, bool]]:
     return [row for row in rows if row[0] in options.only and row[1] in options.precisions]
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("clients", 8), ("steps", 4), ("batch", 8), ("length", 128), ("rank", 8), ("rounds", 12)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -205,7 +231,11 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--variant", nargs=3, help=argparse.SUPPRESS)  # one variant, in a process of its own
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = arguments().parse_args()
     if options.variant:
         who, precision, flag = options.variant
         print(json.dumps((ours if who == "ours" else torch_loop)(options, precision, flag == "True")))

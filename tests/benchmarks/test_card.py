@@ -75,5 +75,7 @@ def test_the_file_has_the_rows_of_the_benchmark(card):
     import gpu  # pyright: ignore[reportMissingImports]
 
     rows = card.read(card.FILE)["rows"]
-    assert set(rows) == set(card.ROWS) <= set(gpu.measurements())
+    assert set(card.ROWS) <= set(gpu.measurements())
+    assert set(rows) == {*card.ROWS, *card.LORA}
+    assert all(rows[name]["multiple"] <= 1.3 for name in card.LORA)
     assert all(one["kernels"] > 0 and one["bytes"] > 0 and one["memory"] > 0 for one in rows.values())
