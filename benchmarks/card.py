@@ -39,10 +39,8 @@ from jax.experimental import topologies
 
 import record
 from fedbraid.lowering import captured, kernels
-from published import read, write
+from published import PROGRAMS, read, stamp, write
 
-HERE = Path(__file__).resolve().parent
-FILE = HERE / "results" / "h200-programs.json"
 ROWS = (
     "cnn, 100 lanes",
     "cnn, 100 lanes, bfloat16",
@@ -304,8 +302,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", help="only rows whose name contains one of these words")
     parser.add_argument("--kernels", action="store_true")
-    parser.add_argument("--out", nargs="?", const=FILE, type=Path, metavar="FILE")
-    parser.add_argument("--check", nargs="?", const=FILE, type=Path, metavar="FILE")
+    parser.add_argument("--out", nargs="?", const=PROGRAMS, type=Path, metavar="FILE")
+    parser.add_argument("--check", nargs="?", const=PROGRAMS, type=Path, metavar="FILE")
     options = parser.parse_args()
     missing = [name for name in ("jax_plugins.xla_cuda12", "jax_cuda12_plugin") if not _installed(name)]
     if missing:
@@ -326,7 +324,7 @@ def main() -> int:
     print("\n".join(worse), end="\n" if worse else "")
     if options.out:
         about = record.about()
-        stamped = {name: one | {key: about[key] for key in ("commit", "date")} for name, one in report.items()}
+        stamped = {name: one | stamp(about) for name, one in report.items()}
         write(options.out, {"about": about, "rows": read(options.out).get("rows", {}) | stamped})
     return 1 if worse else 0
 

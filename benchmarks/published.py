@@ -29,6 +29,7 @@ from workloads import WORKLOADS
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 CPU, GPU = HERE / "results" / "two-cores.json", HERE / "results" / "h200.json"
+PROGRAMS = HERE / "results" / "h200-programs.json"
 SLOWER, SLOWER_GPU = 0.10, 0.05  # shares by which a number may be worse than the published one
 FAST = ("emnist-logistic", "emnist-mlp", "shakespeare-lstm", "emnist-cnn")  # what --check measures by default
 LABELS = {
@@ -286,6 +287,17 @@ def gpu_table(found: dict[str, Any]) -> str:
     return record.markdown(["", "ms a round", "measured", "compared with"], rows)
 
 
+def programs_table(found: dict[str, Any]) -> str:
+    """Kernels, bytes and memory of programs that were compiled for a GPU, without one."""
+    rows = []
+    for name, one in found["rows"].items():
+        total = f"{one['total'] / 1e9:.2f} ({one['multiple']:.2f}x)" if "total" in one else ""
+        numbers = [f"{one['kernels']:,}", f"{one['bytes'] / 1e9:.1f}", f"{one['memory'] / 1e9:.2f}", total]
+        rows.append([f"`{name}`", *numbers, when(one)])
+    heads = ["row of `gpu.py` or `lora.py`", "kernels", "GB moved", "GB of memory", "all memory, GB", "compiled"]
+    return record.markdown(heads, rows)
+
+
 def when(one: dict[str, Any]) -> str:
     return f"{one['commit']}, {one['date']}"
 
@@ -294,6 +306,7 @@ def page(text: str) -> str:
     """The page with its tables made again from the files."""
     text = record.between(text, "two cores", cpu_tables(read(CPU)))
     text = record.between(text, "one core", eager_table(read(CPU)))
+    text = record.between(text, "programs", programs_table(read(PROGRAMS)))
     return record.between(text, "h200", gpu_table(read(GPU)))
 
 

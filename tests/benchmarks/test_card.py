@@ -74,7 +74,7 @@ def test_numbers_that_grew_are_named(card):
 def test_the_file_has_the_rows_of_the_benchmark(card):
     import gpu  # pyright: ignore[reportMissingImports]
 
-    rows = card.read(card.FILE)["rows"]
+    rows = card.read(card.PROGRAMS)["rows"]
     assert set(card.ROWS) <= set(gpu.measurements())
     assert set(rows) == {*card.ROWS, *card.LORA}
     assert all(rows[name]["multiple"] <= 1.3 for name in card.LORA)
