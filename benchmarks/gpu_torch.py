@@ -83,10 +83,11 @@ class GPT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Parameter(0.02 * torch.randn(LENGTH, WIDTH))
-        self.blocks, self.last = nn.Sequential(*[Block() for _ in range(LAYERS)]), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.Sequential(*[Block() for _ in range(LAYERS)])
+        self.norm, self.last = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
 
     def forward(self, x):
-        return self.last(self.blocks(self.words(x) + self.places)).flatten(0, 1)
+        return self.last(self.norm(self.blocks(self.words(x) + self.places))).flatten(0, 1)
 
 
 NETWORKS = {"cnn": cnn, "resnet": ResNet, "gpt": GPT}
