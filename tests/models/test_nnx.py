@@ -39,7 +39,7 @@ def test_an_nnx_network_keeps_its_meaning():
     expected = nnx.to_pure_dict(nnx.grad(plain)(net))
     gradient = jax.jit(jax.grad(model.loss))(params, BATCH, None)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradient, expected)
-    assert explain_function(model.loss, params, BATCH, None)[0].endswith("matrix products")
+    assert ": matrix products" in explain_function(model.loss, params, BATCH, None)[0]
 
 
 def test_dropout_is_drawn_from_the_key_and_the_module_is_not_changed():

@@ -64,7 +64,7 @@ def explain(
     ...     return jnp.sum(jax.lax.conv(batch["x"], params, (1, 1), "SAME") ** 2)
     >>> data = ClientData.of({"x": jnp.ones((5, 1, 8, 8))})
     >>> explain(fedavg(loss, batch_size=5), jnp.ones((2, 1, 3, 3)), data, LoweringOptions()).convolutions["train"]
-    ['convolution of (5, 1, 8, 8) with (2, 1, 3, 3): matrix products']
+    ['convolution of (5, 1, 8, 8) with (2, 1, 3, 3): matrix products (patches)']
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
     server, state = jax.eval_shape(alg.init, params), jax.eval_shape(alg.init_client, params)

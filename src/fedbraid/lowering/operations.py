@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from fedbraid.lowering import kernels, winograd
 from fedbraid.lowering.normalisation import Norm, plainly
-from fedbraid.lowering.taps import inner_taps, sum_of_taps, taps_pay
+from fedbraid.lowering.taps import Tap, inner_taps, sum_of_taps, taps_pay
 from fedbraid.lowering.transposable import computed_by, linear
 from fedbraid.lowering.winograd import conv_blocks, from_blocks, to_blocks
 
@@ -180,18 +180,39 @@ def conv2d(
         from fedbraid.lowering.kernels.convolution import convolve
 
         return convolve(x, kernel, _geometry(x, kernel, strides, pads))
+    way = products_for(x, kernel, strides, pads)
+    if way.taps is not None:
+        return sum_of_taps(x, kernel, strides, way.taps, (h, w), precision)
+    x = jnp.pad(x, ((0, 0), *pads, (0, 0))) if any(map(any, pads)) else x
+    if way.tile is not None:
+        return from_blocks(conv_blocks(to_blocks(x, way.tile), kernel), h, w)
+    columns = patches(x, (kh, kw), strides).reshape(b * h * w, kh * kw * c)
+    return jnp.matmul(columns, kernel.reshape(kh * kw * c, out), precision=precision).reshape(b, h, w, out)
+
+
+class Products(NamedTuple):
+    """Of which matrix products a convolution is made: tiles, positions of the window (taps), or patches if neither."""
+
+    tile: int | None = None
+    taps: list[Tap] | None = None
+
+    def __str__(self) -> str:
+        if self.tile is not None:
+            return f"Winograd's tiles of {self.tile} x {self.tile}"
+        return "patches" if self.taps is None else "one for each position of the window"
+
+
+def products_for(x: Any, kernel: Any, strides: tuple[int, int], pads: Pads) -> Products:
+    """The fastest products for a convolution of arrays, or of their shapes."""
+    kh, kw, c, _ = kernel.shape
+    b, (h, w) = x.shape[0], window_counts(x, (kh, kw), strides, pads)
     taps = inner_taps(x.shape[1:3], (kh, kw), strides, pads) if taps_pay((kh, kw), c) else None
-    tile = None
     if strides == (1, 1) and (kh, kw) == (3, 3):
         pairs = 9 * h * w if taps is None else sum(tap.counts[0] * tap.counts[1] for tap in taps)
         tile = winograd_tile(b, h, w, c, x.dtype, b * pairs)
-    if tile is None and taps is not None:
-        return sum_of_taps(x, kernel, strides, taps, (h, w), precision)
-    x = jnp.pad(x, ((0, 0), *pads, (0, 0))) if any(map(any, pads)) else x
-    if tile is not None:
-        return from_blocks(conv_blocks(to_blocks(x, tile), kernel), h, w)
-    columns = patches(x, (kh, kw), strides).reshape(b * h * w, kh * kw * c)
-    return jnp.matmul(columns, kernel.reshape(kh * kw * c, out), precision=precision).reshape(b, h, w, out)
+        if tile is not None:
+            return Products(tile)
+    return Products(taps=taps)
 
 
 def conv_relu(

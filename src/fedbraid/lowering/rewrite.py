@@ -25,7 +25,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from fedbraid.lowering import kernels
 from fedbraid.lowering.convolution import MOST_SLICES, convolve, outputs
 from fedbraid.lowering.deferred import COLUMNS, IMAGES, OUT, ROWS, Deferred, follow
-from fedbraid.lowering.operations import conv2d, has_kernel, paddings, window_max
+from fedbraid.lowering.operations import conv2d, has_kernel, paddings, products_for, window_max
 
 __all__ = ["explain_function", "fast_convolutions", "has_convolutions", "recording"]
 
@@ -92,7 +92,7 @@ def explain_function(function: Callable, *args: Any) -> list[str]:
 
     >>> convolve = lambda x, w: jax.lax.conv(x, w, (1, 1), "SAME")
     >>> explain_function(convolve, jnp.ones((1, 1, 4, 4)), jnp.ones((1, 1, 3, 3)))
-    ['convolution of (1, 1, 4, 4) with (1, 1, 3, 3): matrix products']
+    ['convolution of (1, 1, 4, 4) with (1, 1, 3, 3): matrix products (patches)']
     """
     with recording() as found:
         jax.eval_shape(fast_convolutions(function), *args)
@@ -275,10 +275,11 @@ def _convolution(equation, x, kernel):
         order[place] = axis
     if _is_conv2d(params, kernel):
         strides = strides[0], strides[1]
+        pads = paddings(x.shape[1:3], (kernel.shape[0], kernel.shape[1]), strides, padding)
+        _note(equation, f"matrix products ({products_for(x, kernel, strides, pads)})")
         # Deferred on a CPU, too: bias, ReLU and pool then run channels last, and the next convolution takes their
         # value without a transpose. Networks with channels first (PyTorch, equinox) are a quarter faster.
         if has_kernel(x, kernel, precision) or (precision is None and kernels.platform() == "cpu"):
-            pads = paddings(x.shape[1:3], (kernel.shape[0], kernel.shape[1]), strides, padding)
             return Deferred(x, kernel, strides, pads, tuple(order), partial(_note, equation))
         return conv2d(x, kernel, stride=strides, padding=padding, precision=precision).transpose(order)
     return convolve(
