@@ -199,6 +199,23 @@ def test_lanes_mask_little_where_a_wide_vmap_masks_most():
     assert sum(load.masked for load in loads) < 0.1 * sum(load.masked + load.steps for load in loads)
 
 
+def test_clients_of_a_lane_are_ordered_so_that_several_lanes_end_together():
+    """Each lane has the clients that it would get anyway, so no lane is longer; but there are fewer events."""
+    rng, events, before = np.random.default_rng(1), [], []
+    for _ in range(20):
+        steps = -(-np.maximum(1, rng.lognormal(np.log(200), 0.6, 100)).astype(int) // 20)
+        slots, load = lay_out(Plan("lanes", 1, 100, 25), np.arange(100), np.arange(100), steps * 20, [steps], 100)
+        events.append(int(slots.lanes[0].events[0]))
+        lanes, ends = [0] * 25, []
+        for length in sorted(steps.tolist(), reverse=True):  # longest first, to the lane with the least work
+            lane = lanes.index(min(lanes))
+            lanes[lane] += length
+            ends.append(lanes[lane])
+        before.append(sum(-(-ends.count(tick) // 8) for tick in set(ends)))
+        assert load.steps + load.masked == 25 * max(lanes)
+    assert sum(events) < 0.9 * sum(before)
+
+
 @pytest.mark.parametrize(("seconds", "portions"), [(1e-9, [1] * 7), (1e9, [1, 1, 5])])
 def test_a_call_takes_as_many_rounds_as_its_seconds_allow(seconds, portions, monkeypatch):
     """With several CPU devices memory grows within a call, so a long run must be divided into many calls."""

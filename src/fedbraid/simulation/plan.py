@@ -17,6 +17,7 @@ All three plans use one layout of *slots* (device-major), one slot per client:
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -196,10 +197,39 @@ def _chunked(plan: Plan, steps: np.ndarray) -> int:
     return sum(plan.chunk * int(steps[a : a + plan.chunk].max()) for a in range(0, len(steps), plan.chunk))
 
 
+def _meeting(queues: list[list[int]], steps: np.ndarray, together: int) -> list[list[int]]:
+    """The clients of each lane in an order in which clients of several lanes end at the same tick.
+
+    Clients that end together are one event, and an event costs about as much as a step. The length of a lane does not
+    depend on the order of its clients.
+
+    >>> _meeting([[0, 1], [2, 3]], np.array([5, 2, 4, 3]), 8)  # both lanes end after 7 steps
+    [[0, 1], [2, 3]]
+    >>> _meeting([[0, 1], [2, 3]], np.array([5, 2, 4, 5]), 8)  # clients 0 and 3 end after 5 steps
+    [[0, 1], [3, 2]]
+    """
+    long = steps.tolist()
+    ending = Counter(sum(long[i] for i in queue) for queue in queues)  # clients that end at a tick
+    ordered: list[list[int]] = [[] for _ in queues]
+    for lane in sorted(range(len(queues)), key=lambda lane: len(queues[lane])):
+        left, time = list(queues[lane]), 0
+        while len(left) > 1:
+            # an event that has room, the fuller the better; else the longest client
+            best = max(left, key=lambda i, time=time: ending[time + long[i]] % together)
+            left.remove(best)
+            ordered[lane].append(best)
+            time += long[best]
+            ending[time] += 1
+        ordered[lane].extend(left)
+    return ordered
+
+
 def _timetable(plan: Plan, steps: np.ndarray) -> tuple[Timetable, int]:
     """The timetable of one device and one fold, and its total number of ticks."""
     queues = _longest_first(np.argsort(-steps, kind="stable"), steps, plan.chunk)
     together = plan.chunk if plan.alike else min(TOGETHER, plan.chunk)
+    if not plan.alike:
+        queues = _meeting(queues, steps, together)
     endings = []
     for lane, queue in enumerate(queues):
         time = 0
