@@ -144,7 +144,7 @@ def pack(names: Sequence[str], out: Path, packed: Path) -> str | None:
 
 
 def _without_curves(results: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("federation", "rounds", "best", "tested", "target", "first_sweep_cpu_seconds", "tests_are_earlier")
+    names = "federation", "rounds", "best", "tested", "target", "first_sweep_cpu_seconds", "tests_are_earlier", "pairs"
     kept = {key: results[key] for key in names if key in results}
     tuning = {
         method: {key: value for key, value in tuned.items() if key != "points"}
@@ -219,11 +219,20 @@ def _costs_in_short(found: Results) -> str:
 def _shares(results: Mapping[str, Any]) -> tuple[float, float] | None:
     """Client work and seconds of the advice as shares of the sweep's."""
     advice = results.get("candidates", {}).get(ADVICE, {})
-    if CPU not in advice:
+    sweep, asked = _seconds(results)
+    if asked is None or "client_work" not in advice:
         return None
-    sweep = results["tuning"].values()
-    work, seconds = sum(s["client_work"] for s in sweep), sum(s["cpu_seconds"] for s in sweep)
-    return advice["client_work"] / work, advice[CPU] / seconds
+    work = sum(tuned["client_work"] for tuned in results["tuning"].values())
+    return advice["client_work"] / work, asked / sweep
+
+
+def _seconds(results: Mapping[str, Any]) -> tuple[float, float | None]:
+    """Seconds of the sweep and of the advice: means over the pairs that were measured in turn, if there are any."""
+    pairs = results.get("pairs")
+    if pairs:
+        return sum(one["sweep"] for one in pairs) / len(pairs), sum(one["advice"] for one in pairs) / len(pairs)
+    sweep = sum(tuned["cpu_seconds"] for tuned in results["tuning"].values())
+    return sweep, results.get("candidates", {}).get(ADVICE, {}).get(CPU)
 
 
 def _counted(found: Results) -> Results:
@@ -321,15 +330,15 @@ def _cost_table(found: Results) -> str:
     """What the sweep costs, and the advice."""
     rows = []
     for name, results in found.items():
-        sweep = results["tuning"].values()
-        work, seconds = sum(s["client_work"] for s in sweep), sum(s["cpu_seconds"] for s in sweep)
+        work = sum(tuned["client_work"] for tuned in results["tuning"].values())
         advice = results.get("candidates", {}).get(ADVICE, {})
+        sweep, asked = _seconds(results)
         cells = ["", ""]
         if "client_work" in advice:
             cells[0] = f"{advice['client_work']:,.0f} ({advice['client_work'] / work:.0%})"
-        if CPU in advice:
-            cells[1] = f"{advice[CPU]:.1f} ({advice[CPU] / seconds:.0%})"
-        rows.append([name, f"{work:,.0f}", cells[0], f"{seconds:.1f}", cells[1]])
+        if asked is not None:
+            cells[1] = f"{asked:.1f} ({asked / sweep:.0%})"
+        rows.append([name, f"{work:,.0f}", cells[0], f"{sweep:.1f}", cells[1]])
     head = ["federation", "client work of the sweep", "of the advice", "seconds of the sweep", "of the advice"]
     return "Cost of the tuning sweep (without tests) and of the advice:\n\n" + _table(head, rows)
 
