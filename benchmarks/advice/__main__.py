@@ -16,7 +16,8 @@
 - defaults measures every method's defaults; grids tunes further methods, to find better default constants
 - score measures candidates: a method and its options; METHOD alone runs it as it is
 - advise calls a function of (configuration as nested mappings) that returns a mapping with algorithm, options,
-  client_work and seconds, and measures what it advises
+  client_work and seconds, and measures what it advises; with --hook library_advice:advise_unnamed the configuration
+  names no method, so the advice starts from FedACG
 - seconds measures the processor time of the sweep and of the advice again, in turn; the page then uses these times
 - config prints a federation as a configuration (TOML)
 - pack writes the figures of the results, without curves, into one file; table writes the page
