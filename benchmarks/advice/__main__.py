@@ -6,6 +6,7 @@
     python benchmarks/advice grids     NAME ... --data DATA --out OUT
     python benchmarks/advice score     NAME ... --data DATA --out OUT --candidate 'LABEL=METHOD {"client_lr": 0.3}' ...
     python benchmarks/advice advise    NAME ... --data DATA --out OUT --hook MODULE:FUNCTION [--label advice]
+    python benchmarks/advice seconds   NAME ... --data DATA --out OUT [--pairs 1]
     python benchmarks/advice config    NAME --data DATA
     python benchmarks/advice pack      [NAME ...] --out OUT --results FILE
     python benchmarks/advice table     [NAME ...] --out OUT [--results FILE] [--page docs/advice-benchmark.md]
@@ -15,7 +16,9 @@
 - defaults measures every method's defaults; grids tunes further methods, to find better default constants
 - score measures candidates: a method and its options; METHOD alone runs it as it is
 - advise calls a function of (configuration as nested mappings) that returns a mapping with algorithm, options,
-  client_work and seconds, and measures what it advises
+  client_work and seconds, and measures what it advises; with --hook library_advice:advise_unnamed the configuration
+  names no method, so the advice starts from FedACG
+- seconds measures the processor time of the sweep and of the advice again, in turn; the page then uses these times
 - config prints a federation as a configuration (TOML)
 - pack writes the figures of the results, without curves, into one file; table writes the page
 
@@ -107,6 +110,13 @@ def measure_advice(lab: Any, hook: str, label: str, again: bool) -> None:
     show(lab, label, lab.score(label, advice["algorithm"], advice.get("options", {}), **cost))
 
 
+def measure_seconds(lab: Any, given: argparse.Namespace) -> None:
+    from seconds import pairs
+
+    lab.results["pairs"] = pairs(lab.federation.name, given.data, given.hook, given.pairs)
+    lab.save()
+
+
 def print_config(name: str, data: Path) -> None:
     import tomli_w
     from federations import config_tree
@@ -116,7 +126,7 @@ def print_config(name: str, data: Path) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = ("prepare", "reference", "defaults", "grids", "score", "advise", "config", "pack", "table")
+    commands = ("prepare", "reference", "defaults", "grids", "score", "advise", "seconds", "config", "pack", "table")
     parser.add_argument("command", choices=commands)
     parser.add_argument("names", nargs="*", default=["all"])
     parser.add_argument("--data", type=Path, default=Path("advice-data"), help="folder of the NPZ files")
@@ -126,6 +136,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--candidate", action="append", default=[], help='LABEL=METHOD {"option": value}')
     parser.add_argument("--hook", default="library_advice:advise", help="MODULE:FUNCTION that advises")
     parser.add_argument("--label", default="advice", help="the name of the advice in the results")
+    parser.add_argument("--pairs", type=int, default=1, help="pairs of a sweep and an advice that seconds measures")
     parser.add_argument("--again", action="store_true", help="measure again what is in the results")
     parser.add_argument("--rounds", type=int, help="rounds of the reference runs, for a quick trial")
     parser.add_argument("--core", type=int, help="pin the process to this core")
@@ -173,6 +184,8 @@ def work_on(name: str, given: argparse.Namespace) -> None:
         measure_defaults(lab, given.again)
     elif given.command == "advise":
         measure_advice(lab, given.hook, given.label, given.again)
+    elif given.command == "seconds":
+        measure_seconds(lab, given)
     else:
         for text in given.candidate:
             label, method, options = candidate(text)

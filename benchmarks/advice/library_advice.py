@@ -18,7 +18,7 @@ from fedbraid.experiment import trials
 from fedbraid.experiment.advice import advising
 from fedbraid.experiment.config import parse
 
-__all__ = ["advise"]
+__all__ = ["advise", "advise_unnamed"]
 assert scipy.sparse.linalg
 
 
@@ -40,6 +40,12 @@ def advise(tree: Mapping[str, Any]) -> dict[str, Any]:
         "sure": summary["sure"],
         "problem": summary["problem"],
     }
+
+
+def advise_unnamed(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The advice for the same configuration without a name of the method: it starts from the library's default one."""
+    named = parse({**tree, "algorithm": {k: v for k, v in tree["algorithm"].items() if k != "name"}}).algorithm.name
+    return advise({**tree, "algorithm": {**tree["algorithm"], "name": named}})
 
 
 def _leave_out_files() -> None:

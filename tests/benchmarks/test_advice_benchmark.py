@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -122,9 +123,40 @@ def test_the_page_does_not_count_federations_that_are_too_easy(bench):
     assert "`fedacg`, geometric mean 0.50" in words
     assert "worse than FedAvg's defaults on none" in words
     assert "FedACG's on exam." in words  # 1.0 against 0.5; ames does not count
+    assert "starts from FedACG" not in words
+    found["exam"]["candidates"]["advice, from FedACG"] = {"ratio": 10.0}
+    assert (
+        "within 2x on 0 of 1, geometric mean 10.00. It is worse than FedACG's\n  defaults on exam."
+        in page._in_short(found)
+    )
+    found["exam"]["pairs"] = [{"sweep": 8.0, "advice": 1.0}, {"sweep": 12.0, "advice": 3.0}]  # they count instead
+    assert "20% to 20% of its seconds" in page._in_short(found)
+    assert "| exam | 50 | 5 (10%) | 10.0 | 2.0 (20%) |" in page._cost_table(found)
+    assert "| ames | 50 | 5 (10%) | 4.0 | 1.0 (25%) |" in page._cost_table(found)
     table = page._main_table(found)
     assert "| ames (too easy) |" in table
     assert "**1.00**" in table
+
+
+def test_seconds_are_those_of_new_processes(bench, tmp_path, monkeypatch):
+    seconds = bench("seconds")
+    assert seconds._alone(os.getpid) != os.getpid()
+    monkeypatch.setattr(seconds, "_alone", lambda function, *given: function(*given))
+    monkeypatch.setattr(seconds, "sweep_seconds", lambda name, data: 8.0)
+    (tmp_path / "advising_by_hand.py").write_text("asked = []\nadvise = asked.append\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    bench("prepare").write("skewed-squares", tmp_path, None)
+    (found,) = seconds.pairs("skewed-squares", tmp_path, "advising_by_hand:advise", 1)
+    assert found["sweep"] == 8
+    assert 0 <= found["advice"] < 1
+    assert importlib.import_module("advising_by_hand").asked[0]["algorithm"]["name"] == "fedavg"
+
+
+def test_a_configuration_without_a_method_is_advised_from_the_default_one(bench, monkeypatch):
+    library = bench("library_advice")
+    monkeypatch.setattr(library, "advise", lambda tree: tree)
+    asked = library.advise_unnamed({"rounds": 7, "algorithm": {"name": "fedavg", "epochs": 2}})
+    assert asked == {"rounds": 7, "algorithm": {"name": "fedacg", "epochs": 2}}
 
 
 def test_a_federation_from_data_to_table(bench, tmp_path, monkeypatch):

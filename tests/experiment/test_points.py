@@ -9,7 +9,7 @@ from fedbraid import address, simulate
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.experiment import build
 from fedbraid.experiment.points import brief_init, points_program, traceable, with_values
-from fedbraid.lowering.brief import LOOPS, compiler_options
+from fedbraid.lowering.brief import BRIEF, compiler_options
 from fedbraid.simulation import Checkpoints
 from fedbraid.simulation.feed import Feed
 from told import told
@@ -178,7 +178,7 @@ def test_rates_are_traced_and_counts_are_not():
 def test_programs_that_compile_fast_give_the_same_numbers(several):
     config, data, points, _, outcome = several
     program = points_program(config, data, [RATE], points=5, seeds=[3], test=data.test, brief=True)
-    assert program.compiler["compiler_options"] == compiler_options(LOOPS)
+    assert program.compiler["compiler_options"] == compiler_options(BRIEF)
     brief = program.run(points, seed=3, rounds=6)
     for name in ("test_loss", "test_accuracy"):
         good = [0, 1, 2, 4]  # point 3 has no finite rate

@@ -19,7 +19,7 @@ from fedbraid.data.federated import FederatedData, Split
 from fedbraid.experiment.assembly import Experiment, assemble
 from fedbraid.experiment.config import Config, ConfigError, parse
 from fedbraid.lowering import captured
-from fedbraid.lowering.brief import DRAWS, compiler_options
+from fedbraid.lowering.brief import BRIEF, compiler_options
 from fedbraid.metric import PERSONAL
 from fedbraid.simulation.loop import Schedule
 from fedbraid.simulation.personal import has_own_models
@@ -156,8 +156,8 @@ def measured(experiment: Experiment, data: FederatedData, prefix: str) -> tuple[
     return [prefix + name for name in names], logged
 
 
-def brief_init(experiment: Experiment, options: Mapping[str, Any] = DRAWS) -> Callable[[Any], Any]:
-    """The model's ``key -> params`` as one program that compiles fast; with `DRAWS` it gives the same parameters."""
+def brief_init(experiment: Experiment, options: Mapping[str, Any] = BRIEF) -> Callable[[Any], Any]:
+    """The model's ``key -> params`` as one program that compiles fast; with `BRIEF` it gives the same parameters."""
     return captured.jit(experiment.model.init, compiler_options=compiler_options(options))
 
 

@@ -30,7 +30,7 @@ from fedbraid.core import Algorithm
 from fedbraid.costs import Cost, cost, data_shapes, nbytes
 from fedbraid.data.federated import Split
 from fedbraid.lowering import captured, notice_unmet
-from fedbraid.lowering.brief import LOOPS, compiler_options
+from fedbraid.lowering.brief import BRIEF, compiler_options
 from fedbraid.metric import declared_by, is_client_column
 from fedbraid.simulation import checkpoint
 from fedbraid.simulation.asynchrony import Versions, no_past
@@ -96,7 +96,7 @@ class Points:
         most: int | None = None,
         brief: bool = False,
     ) -> None:
-        self.compiler: dict[str, Any] = {"compiler_options": compiler_options(LOOPS)} if brief else {}
+        self.compiler: dict[str, Any] = {"compiler_options": compiler_options(BRIEF)} if brief else {}
         self.study, self.options, self.schedule, self.seeds = study, options, schedule, tuple(seeds)
         split = study.data.train
         self.base: PointTask = study.build(study.first, study.data)
@@ -226,7 +226,7 @@ class Points:
 
             def rounds(server: Any, states: Any, arrays: Any, slots: Any, first: int, number: int, key: Any) -> Any:
                 where = np.int32(first), np.int32(number)
-                return program(values, server, states, arrays, slots, *where, self._put(key))
+                return program(values, server, states, arrays, slots, *where, key)
 
             return Program(rounds, _not_here)
 
@@ -355,6 +355,7 @@ class Points:
             points=self.size,
             sharding=self.sharding,
         )
+        driver.seed_key = self._put(driver.seed_key)  # once, and not in every call
         if start is not None:
             server, states, past = jax.tree.map(lambda leaf: leaf[rows], start.carry)
             driver.server, driver.done = jax.device_put(server, self.sharding), start.rounds

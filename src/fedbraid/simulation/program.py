@@ -94,13 +94,14 @@ class _Rounds:
         def at(i: Any) -> tuple:
             return jax.tree.map(lambda leaf: leaf[i], slots)
 
+        one = jax.jit(self.one, inline=True)  # traced once, for the shapes and for the loop
         length = len(slots[0].ids)
-        shapes = jax.eval_shape(self.one, server, states, arrays, at(0), first, seed_key)[2]
+        shapes = jax.eval_shape(one, server, states, arrays, at(0), first, seed_key)[2]
         log = {name: jnp.zeros((length, *s.shape), s.dtype) for name, s in shapes.items()}
 
         def body(i: Any, carry: tuple) -> tuple:
             server, states, log = carry
-            server, states, row = self.one(server, states, arrays, at(i), first + i, seed_key)
+            server, states, row = one(server, states, arrays, at(i), first + i, seed_key)
             return server, states, {name: log[name].at[i].set(value) for name, value in row.items()}
 
         return jax.lax.fori_loop(0, number, body, (server, states, log))
@@ -190,11 +191,12 @@ class _Rounds:
 
 def _sequential(shared: SharedInputs, gather: bool, states: PyTree) -> tuple[Tally, PyTree]:
     """One client after the other. The number of clients and of each client's steps are dynamic."""
-    shapes = jax.eval_shape(shared.run, 0, jax.tree.map(lambda leaf: leaf[0], states))
+    run = jax.jit(shared.run, inline=True)  # traced once, for the shapes and for the loop
+    shapes = jax.eval_shape(run, 0, jax.tree.map(lambda leaf: leaf[0], states))
 
     def body(j: Any, carry: tuple[Tally, PyTree]) -> tuple[Tally, PyTree]:
         tally, states = carry
-        result = shared.run(j, jax.tree.map(lambda leaf: leaf[j], states))
+        result = run(j, jax.tree.map(lambda leaf: leaf[j], states))
         states = jax.tree.map(lambda all_, new: all_.at[j].set(new), states, result.state)
         return add_client(tally, result.tally, j, gather), states
 

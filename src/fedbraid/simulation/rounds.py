@@ -42,8 +42,25 @@ def exhausted(error: BaseException) -> bool:
 
 
 def strong(tree: PyTree) -> PyTree:
-    """Copies of the arrays without weak types (those of Python numbers)."""
-    return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.asarray(leaf).dtype), tree)
+    """The arrays without weak types (those of Python numbers). NumPy arrays are copied, because they can change."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and not leaf.weak_type:
+            return leaf
+        return jnp.array(leaf, jnp.asarray(leaf).dtype)
+
+    return jax.tree.map(one, tree)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _for_all(first: PyTree, population: int, axis: int) -> PyTree:
+    """The first state of a client, repeated for the whole population along ``axis``."""
+
+    def wide(leaf: Any) -> Any:
+        shape = (*leaf.shape[:axis], population, *leaf.shape[axis:])
+        return jnp.broadcast_to(jnp.expand_dims(leaf, axis), shape)
+
+    return jax.tree.map(wide, first)
 
 
 @functools.cache
@@ -150,12 +167,7 @@ class CompiledRounds:
         self.host_states = HostStates(self.first, population, start.folder) if start.on_host else None
         self.states: PyTree = ()
         if not start.on_host:
-
-            def wide(leaf: Any) -> Any:
-                shape = (*leaf.shape[:axis], population, *leaf.shape[axis:])
-                return jnp.broadcast_to(jnp.expand_dims(leaf, axis), shape) + jnp.zeros((), leaf.dtype)
-
-            self.states = self._placed(jax.tree.map(wide, self.first), 1)
+            self.states = self._placed(_for_all(self.first, population, axis), 1)
 
     def _placed(self, tree: PyTree, leading: int = 0) -> PyTree:
         """Put a tree on the devices of the run; traced values are returned unchanged."""
