@@ -233,8 +233,8 @@ def test_operations_after_a_convolution_run_in_its_layout():
         ),
     )
     assert explain_function(network, *arguments) == [
-        "convolution of (3, 2, 10, 9) with (2, 2, 3, 3): matrix products",
-        "convolution of (3, 2, 10, 9) with (3, 2, 3, 3): matrix products",
+        "convolution of (3, 2, 10, 9) with (2, 2, 3, 3): matrix products (patches)",
+        "convolution of (3, 2, 10, 9) with (3, 2, 3, 3): matrix products (patches)",
         "max pool of (3, 3, 10, 9): together with the convolution before it",
     ]
     moved = [e for e in jax.make_jaxpr(fast)(*arguments).jaxpr.eqns if e.primitive.name == "transpose"]

@@ -92,10 +92,10 @@ def test_it_is_explained():
         return explain(fb.fedavg(loss, batch_size=4), PARAMS, data, LoweringOptions(**options)).convolutions["train"]
 
     lines = lines_of()
-    assert "convolution of (4, 1, 8, 8) with (4, 1, 3, 3): matrix products" in lines
+    assert "convolution of (4, 1, 8, 8) with (4, 1, 3, 3): matrix products (patches)" in lines
     assert any(line.startswith("max pool") for line in lines)
     asked = lines_of(convolutions="native")
-    assert asked[lines.index("convolution of (4, 1, 8, 8) with (4, 1, 3, 3): matrix products")] == (
+    assert asked[lines.index("convolution of (4, 1, 8, 8) with (4, 1, 3, 3): matrix products (patches)")] == (
         "convolution of (4, 1, 8, 8) with (4, 1, 3, 3): left to XLA, as asked"
     )
     command = ["run", "--set", "algorithm.name=mime", "--set", "engine.data_in=host", "--explain", "--json"]
