@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ __all__ = ["PARTIAL", "InUse", "holding", "replacing", "sync", "sync_folder", "w
 PARTIAL = ".partial-"  # the start of the names of files that are still being written
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without locks says one of these
 BYTE = 1 << 30  # on Windows a lock covers bytes and prevents reading them: this one is after the content
+UNSIGNED = 2.0  # seconds to wait for the name of a process that has just taken a lock
 
 
 class InUse(ValueError):
@@ -167,9 +169,15 @@ def _sign(descriptor: int) -> None:
 
 def _owner(lock: Path) -> str:
     """The sentence that names the process that holds a lock."""
-    try:
-        held = json.loads(lock.read_text())
-        who = f"process {held['pid']} on {held['host']}, since {held['since']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it has not written its name yet
-        who = "another process"
+    who = "another process"
+    until = time.monotonic() + UNSIGNED
+    while True:
+        try:
+            held = json.loads(lock.read_text())
+            who = f"process {held['pid']} on {held['host']}, since {held['since']}"
+            break
+        except (OSError, ValueError, KeyError, TypeError):  # it has the lock, and has not written its name yet
+            if time.monotonic() > until:
+                break
+            time.sleep(0.01)
     return f"{lock.parent} is in use by {who}: wait until that process ends, or end it"

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 from amount import cases
@@ -76,6 +77,19 @@ def test_sweeps_and_comparisons_hold_their_folders(forks, tmp_path):
             assert refused.status == 2
             assert f"{tmp_path} is in use by process {os.getpid()} on " in refused.err
             assert len(refused.err.splitlines()) == 1
+
+
+def test_a_process_that_has_just_taken_a_lock_is_named(tmp_path):
+    """Between taking the lock and writing its name, the file is empty or has half a name."""
+    lock = tmp_path / "lock"
+    with files.holding(lock):
+        name = lock.read_text()
+        lock.write_text(name[:10])
+        late = threading.Timer(0.2, lock.write_text, [name])
+        late.start()
+        with pytest.raises(files.InUse, match=f"process {os.getpid()} on"), files.holding(lock):
+            pass
+        late.join()
 
 
 def test_a_lock_is_released_at_the_end_and_by_a_kill(tmp_path):
