@@ -240,6 +240,10 @@ def test_how_a_run_is_computed_may_change(three):
         (["algorithm.name=local_update", "algorithm.gamma=-0.1"], ["gamma", "-0.1"]),
         (["transforms=[{name='clipp'}]"], ["'clipp'"]),
         (["rounds"], ["key=value"]),
+        (["rounds=ten"], ['rounds = "ten": must be a whole number']),
+        (["cohort=0"], ["cohort = 0: must be greater than or equal to 1 or 'all'"]),
+        (["evaluation.metrics=acc"], ['evaluation.metrics = "acc": must be a list in brackets']),
+        (["algorithm.nam=fedavg"], ["'nam' does not exist; did you mean 'name'"]),
         (["rounds.x=3", "rounds=3", "rounds.y=1"], ["'rounds'"]),
     ],
 )
@@ -273,6 +277,15 @@ def test_a_bad_file_is_refused(tmp_path):
     (tmp_path / "bad.toml").write_text("rounds = = 3")
     with pytest.raises(ConfigError, match="not valid TOML"):
         load_config(tmp_path / "bad.toml")
+    (tmp_path / "bare.toml").write_text("[data]\nname = digits")
+    with pytest.raises(ConfigError, match=r"line 2.*: name = digits; write text in quotes"):
+        load_config(tmp_path / "bare.toml")
+    with pytest.raises(ConfigError, match=r"does not exist; did you mean bare\.toml\? .*bad\.toml, bare\.toml"):
+        load_config(tmp_path / "bear.toml")
+    with pytest.raises(ConfigError, match="nowhere does not exist"):
+        load_config(tmp_path / "nowhere" / "c.toml")
+    with pytest.raises(ConfigError, match="key=value"):  # `--set algorithm.client_lr 0.1`
+        load_config(Path("0.1"), ["algorithm.client_lr"])
 
 
 @pytest.mark.parametrize("path", sorted(Path("configs").glob("*.toml")), ids=lambda path: path.stem)

@@ -177,8 +177,15 @@ def _numbers(row: Row) -> dict[str, float]:
 def _tensorboard(folder: str, about: About) -> Sink:
     from tensorboardX import SummaryWriter
 
-    # on a resume, TensorBoard drops the points after the first round that is sent now: they are sent again
-    writer = SummaryWriter(f"{folder}/{about.name}", purge_step=about.sent + 1 if about.sent else None)
+    writer = SummaryWriter(
+        f"{folder}/{about.name}",
+        # on a resume, TensorBoard drops the points after the first round that is sent now: they are sent again
+        purge_step=about.sent + 1 if about.sent else None,
+        # tensorboardX names a file by the second and overwrites one that exists
+        filename_suffix=f".{time.time_ns()}",
+        # its flush does not wait for events in its queue; they are flushed a second later
+        flush_secs=1,
+    )
     text = "\n".join(f"    {key} = {json.dumps(value)}" for key, value in about.options.items())
     writer.add_text("config", text)
 
