@@ -20,7 +20,9 @@ def known(flags: str) -> list[str]:
     assert found.origin is not None
     largest = max(Path(found.origin).parent.iterdir(), key=lambda place: place.stat().st_size)
     with largest.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
-        return [flag for flag in flags.split() if library.find(f"xla_{flag.partition('=')[0]}".encode()) >= 0]
+        # between zero bytes: the names of removed flags are still part of a longer text
+        names = [(flag, f"\0xla_{flag.partition('=')[0]}\0".encode()) for flag in flags.split()]
+        return [flag for flag, name in names if library.find(name) >= 0]
 
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # several workers share the cores, so NumPy uses one thread
@@ -31,12 +33,15 @@ import jax
 import pytest
 from hypothesis import settings
 
+import quick_random
+
 # many tests compile the same small programs: cache them, within a test run and between test runs
 # (an absolute path: some tests work in another folder)
 CACHE = Path(os.environ.get("FEDBRAID_TEST_CACHE", ".pytest_cache/jax")).resolve()
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+quick_random.install(CACHE.parent / "random")
 
 # the same examples in every run, so that a failure is caused by the change; HYPOTHESIS_PROFILE=random draws new ones
 settings.register_profile("same", derandomize=True)

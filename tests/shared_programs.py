@@ -17,6 +17,7 @@ import jax
 import pytest
 
 from fedbraid.core import Algorithm
+from fedbraid.costs import Cost, data_shapes
 from fedbraid.simulation import Result, bernoulli, run, simulate
 from zoo import ROWS, clients, start
 
@@ -26,6 +27,8 @@ COHORT = 3
 KEPT = 16  # size of the cache, in programs; the oldest are dropped
 _programs: OrderedDict[Key, Kept] = OrderedDict()
 _make = run.compile_rounds
+_costs: OrderedDict[tuple, Cost] = OrderedDict()
+_count = run.cost
 
 
 class Key(NamedTuple):
@@ -70,11 +73,23 @@ def _shared(task: Any, plan: Any, mesh: Any, options: Any, *, local: bool) -> An
     return _programs[key].handed
 
 
+def _counted(alg: Any, params: Any, data: Any) -> Cost:
+    """The bytes of a round. ``simulate`` traces all clients for them; here once per algorithm and shapes."""
+    leaves, tree = jax.tree.flatten((params, data_shapes(data)))
+    key = (alg, tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves), bool(jax.config.jax_enable_x64))
+    if key not in _costs:
+        _costs[key] = _count(alg, params, data)
+        while len(_costs) > KEPT:
+            _costs.popitem(last=False)
+    return _costs[key]
+
+
 @contextlib.contextmanager
 def sharing(window: int | None = None) -> Iterator[None]:
     """Runs inside this context share programs. ``window``: most rounds in one compiled call; part of the program."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "compile_rounds", _shared)
+        patch.setattr(run, "cost", _counted)
         if window is not None:
             patch.setattr(run, "WINDOW", window)
         yield

@@ -84,7 +84,8 @@ def lossy_run(name):
 def spread_run(name, dtype, **plan):
     """The same rounds in one call, on two devices."""
     options = {"rounds": ROUNDS, "cohort": COHORT, "seed": SEED[dtype], "arrival": LOSSY, "devices": 2}
-    return simulate(ragged(name), start(), clients(dtype=dtype), **options, **plan)
+    with sharing():
+        return simulate(ragged(name), start(), clients(dtype=dtype), **options, **plan)
 
 
 def plain_run(name, dtype):
@@ -142,7 +143,7 @@ def test_round_two_onward_compiles_nothing(name):
 @every_row
 def test_plan_devices_and_portions_change_nothing(name):
     """Lanes on two devices (opaque clients always run in chunks) against one client after the other."""
-    spread, one = spread_run(name, "float64", plan="lanes", chunk=1), lossy_run(name)[0]
+    one, spread = lossy_run(name)[0], spread_run(name, "float64", plan="lanes", chunk=1)  # the first counts programs
     close(one.params, spread.params)
     close(one.states, spread.states)
 
