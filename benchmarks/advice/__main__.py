@@ -1,4 +1,4 @@
-"""Defaults, advice and self-tuning methods against tuned methods, on 28 federations.
+"""Defaults, advice and self-tuning methods against tuned methods, on 51 federations.
 
     python benchmarks/advice prepare   [NAME ...] --data DATA [--files FILES]
     python benchmarks/advice reference NAME ... --data DATA --out OUT
@@ -16,14 +16,14 @@
 - defaults measures every method's defaults; grids tunes further methods, to find better default constants
 - score measures candidates: a method and its options; METHOD alone runs it as it is
 - advise calls a function of (configuration as nested mappings) that returns a mapping with algorithm, options,
-  client_work and seconds, and measures what it advises; with --hook library_advice:advise_unnamed the configuration
-  names no method, so the advice starts from FedACG
+  client_work and seconds, and measures what it advises. By default the configuration names no method, so the advice
+  starts from FedACG's defaults; with --hook library_advice:advise it starts from FedAvg's
 - seconds measures the processor time of the sweep and of the advice again, in turn; the page then uses these times
 - config prints a federation as a configuration (TOML)
 - pack writes the figures of the results, without curves, into one file; table writes the page
 
-NAME may be design, held-out or all. A process uses one core. Results are one JSON file per federation; a command that
-was killed continues where it stopped. JAX_COMPILATION_CACHE_DIR saves compilations between commands.
+NAME may be design, second, third, held-out or all. A process uses one core. Results are one JSON file per federation; a
+command that was killed continues where it stopped. JAX_COMPILATION_CACHE_DIR saves compilations between commands.
 """
 
 from __future__ import annotations
@@ -57,14 +57,15 @@ def one_core(core: int | None) -> None:
 
 
 def names_of(given: list[str]) -> list[str]:
-    """Names of federations; design, held-out and all stand for several."""
+    """Names of federations; design, second, third, held-out and all stand for several."""
     from federations import BY_NAME, of_half
 
-    groups = {"design": of_half("design"), "held-out": of_half("held out"), "all": list(BY_NAME)}
+    groups = {half.replace(" ", "-"): of_half(half) for half in ("design", "second", "third", "held out")}
+    groups["all"] = list(BY_NAME)
     names = [name for one in given for name in groups.get(one, [one])]
     for name in names:
         if name not in BY_NAME:
-            sys.exit(f"there is no federation {name!r}; there are {', '.join(BY_NAME)}, design, held-out and all")
+            sys.exit(f"there is no federation {name!r}; there are {', '.join([*BY_NAME, *groups])}")
     return list(dict.fromkeys(names))
 
 
@@ -134,7 +135,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--reference", type=Path, help="read references from here if OUT has none")
     parser.add_argument("--files", type=Path, help="folder with femnist/ and tff-shakespeare/, for prepare")
     parser.add_argument("--candidate", action="append", default=[], help='LABEL=METHOD {"option": value}')
-    parser.add_argument("--hook", default="library_advice:advise", help="MODULE:FUNCTION that advises")
+    parser.add_argument("--hook", default="library_advice:advise_unnamed", help="MODULE:FUNCTION that advises")
     parser.add_argument("--label", default="advice", help="the name of the advice in the results")
     parser.add_argument("--pairs", type=int, default=1, help="pairs of a sweep and an advice that seconds measures")
     parser.add_argument("--again", action="store_true", help="measure again what is in the results")

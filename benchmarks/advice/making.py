@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +36,29 @@ def standard(x: np.ndarray) -> np.ndarray:
 def one_hot(column: Any) -> np.ndarray:
     values, index = np.unique(np.asarray(column), return_inverse=True)
     return np.eye(len(values), dtype=np.float32)[index][:, 1:]
+
+
+def half_size(images: np.ndarray) -> np.ndarray:
+    """Images of half the height and width: means of 2x2 pixels."""
+    count, height, width = images.shape
+    return np.round(images.reshape(count, height // 2, 2, width // 2, 2).mean((2, 4))).astype(np.uint8)
+
+
+def next_characters(texts: Iterable[str], symbols: str, *, least: int, clients: int | None = None) -> Made:
+    """One client per text: 15 characters as input and the next ones as targets, at most 25 rows.
+
+    Texts with fewer than ``least`` rows are left out. Characters that are not in ``symbols`` become a full stop; the
+    first symbol is padding.
+    """
+    kept: list[np.ndarray] = []
+    for text in texts:
+        ids = np.array([max(symbols.find(c), 0) or symbols.find(".") for c in text.lower()], np.int32)
+        rows = ids[: len(ids) // 16 * 16].reshape(-1, 16)[:25]
+        if len(rows) >= least and (clients is None or len(kept) < clients):
+            kept.append(rows)
+    rows = np.concatenate(kept)
+    parts = np.split(np.arange(len(rows)), np.cumsum([len(own) for own in kept])[:-1])
+    return Made(rows[:, :-1].copy(), rows[:, 1:].copy(), parts, {"classes": len(symbols)})
 
 
 def rdata(package: str, item: str) -> Any:

@@ -16,6 +16,8 @@ from typing import Any
 
 import held_out
 import numpy as np
+import second_set
+import third_set
 from federations import SPLITS
 from making import Made, chosen, needs, one_hot, rdata, standard
 
@@ -243,5 +245,7 @@ MAKERS: dict[str, Callable[[Path | None], Made]] = {
     "flights-mlp": flights,
     "digits-cnn": digits_cnn,
     "shakespeare-b": lambda files: _shakespeare(files, 1, 12, 30),
+    **second_set.MAKERS,
+    **third_set.MAKERS,
     **held_out.MAKERS,
 }

@@ -96,11 +96,11 @@ def test_no_target_is_closer_to_the_best_level_than_the_noise_of_the_seeds(bench
 
 def test_the_held_out_federations_have_the_kinds_of_models_of_those_for_design(bench):
     federations = bench("federations")
-    halves = {half: [f for f in federations.FEDERATIONS if f.half == half] for half in ("design", "held out")}
-    assert [len(some) for some in halves.values()] == [16, 12]
+    halves = {half: federations.of_half(half) for half in ("design", "second", "third", "held out")}
+    assert [len(some) for some in halves.values()] == [16, 12, 12, 11]
     assert set(bench("prepare").MAKERS) == set(federations.BY_NAME)
-    kinds = [sorted({f.model for f in some}) for some in halves.values()]
-    assert kinds[0] == kinds[1]
+    kinds = [sorted({federations.BY_NAME[name].model for name in some}) for some in halves.values()]
+    assert all(one == kinds[0] for one in kinds)
 
 
 def test_the_page_does_not_count_federations_that_are_too_easy(bench):
@@ -115,26 +115,23 @@ def test_the_page_does_not_count_federations_that_are_too_easy(bench):
             "candidates": {"advice": advice, "defaults: fedavg": {"ratio": 3.0}, "defaults: fedacg": {"ratio": 0.5}},
         }
 
-    found = {"exam": results(20, 1.0), "ames": results(3, 10.0)}
+    found = {"pupils": results(20, 1.0), "hotels": results(3, 10.0)}
     words = page._in_short(found)
     assert "within 1.2x on 1 of 1" in words
     assert "10% to 10% of the client work" in words
     assert "25% to 25% of its seconds" in words
     assert "`fedacg`, geometric mean 0.50" in words
-    assert "worse than FedAvg's defaults on none" in words
-    assert "FedACG's on exam." in words  # 1.0 against 0.5; ames does not count
-    assert "starts from FedACG" not in words
-    found["exam"]["candidates"]["advice, from FedACG"] = {"ratio": 10.0}
-    assert (
-        "within 2x on 0 of 1, geometric mean 10.00. It is worse than FedACG's\n  defaults on exam."
-        in page._in_short(found)
-    )
-    found["exam"]["pairs"] = [{"sweep": 8.0, "advice": 1.0}, {"sweep": 12.0, "advice": 3.0}]  # they count instead
+    assert "worse than FedACG's defaults on pupils." in words  # 1.0 against 0.5; hotels does not count
+    assert "from FedAvg" not in words
+    found["pupils"]["candidates"]["advice, from FedAvg"] = {"ratio": 2.5}
+    words = page._in_short(found)
+    assert "within 2x on 0 of 1, geometric mean 2.50. It is worse than FedAvg's defaults on none." in words
+    found["pupils"]["pairs"] = [{"sweep": 8.0, "advice": 1.0}, {"sweep": 12.0, "advice": 3.0}]  # they count instead
     assert "20% to 20% of its seconds" in page._in_short(found)
-    assert "| exam | 50 | 5 (10%) | 10.0 | 2.0 (20%) |" in page._cost_table(found)
-    assert "| ames | 50 | 5 (10%) | 4.0 | 1.0 (25%) |" in page._cost_table(found)
+    assert "| pupils | 50 | 5 (10%) | 10.0 | 2.0 (20%) |" in page._cost_table(found)
+    assert "| hotels | 50 | 5 (10%) | 4.0 | 1.0 (25%) |" in page._cost_table(found)
     table = page._main_table(found)
-    assert "| ames (too easy) |" in table
+    assert "| hotels (too easy) |" in table
     assert "**1.00**" in table
 
 

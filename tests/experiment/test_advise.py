@@ -14,7 +14,7 @@ from drawn import check_figure, record
 from fedbraid import algorithms
 from fedbraid.cli.app import make_app
 from fedbraid.experiment import ConfigError, build, load_config
-from fedbraid.experiment.advice import advising, averaging, candidates, doubts, federation
+from fedbraid.experiment.advice import advising, averaging, candidates, doubts, federation, pilot
 from fedbraid.experiment.advice.advising import AdviceSettings, load_advice, run_advice
 from fedbraid.experiment.advice.candidates import METHODS, Setting, methods_of, program_of, with_setting
 from fedbraid.experiment.advice.doubts import constant_baseline
@@ -90,7 +90,7 @@ def test_rounds_to_a_level_are_the_first_from_which_the_mean_keeps_it():
     rng = np.random.default_rng(3)
     for _ in range(20):
         values = np.cumsum(rng.normal(0.1, 1.0, 60))
-        means = [np.mean(values[i : i + max(10, i // 5)]) for i in range(60)]
+        means = [np.mean(values[i : i + max(20, i // 5)]) for i in range(60)]
         level = float(np.quantile(means, 0.6))
         first = next(i for i, mean in enumerate(means) if mean >= level)
         found = rounds_to(np.arange(1, 61), kept(values), [level])[0]
@@ -128,13 +128,38 @@ def test_levels_do_not_depend_on_how_often_a_curve_is_evaluated():
     speed = {"a": 0.05, "b": 0.03}
     every = {one: Curves(AT, 1 - np.exp(-AT * v)[None]) for one, v in speed.items()}
     fourth = {one: Curves(curve.rounds[3::4], curve.values[:, 3::4]) for one, curve in every.items()}
-    assert fourth["a"].window == 3
+    assert fourth["a"].window == 5
     assert rank(fourth, 0.0).regret["b"] == pytest.approx(rank(every, 0.0).regret["b"], abs=0.1)
 
 
 def test_a_fall_from_a_huge_loss_is_no_trend():
     falling, steady = -1e6 / AT**2, 1 - np.exp(-AT / 60)
     assert rank({"falling": curves(falling), "steady": curves(steady)}, 0.0).order[0] == "steady"
+
+
+def test_a_huge_loss_hides_neither_later_values_nor_other_curves():
+    """In floating point, 1e20 + 3 - 1e20 is 0: with sums of whole curves a loss of 3 would look like a perfect 0."""
+    wild, good = np.where(AT < 4, -1e20, -3.0), -2 + 1.5 * (1 - np.exp(-AT / 20))
+    assert kept(wild)[-1] == pytest.approx(-3.0)
+    found = rank({"wild": curves(wild, wild), "good": curves(good, good)}, -2.0)
+    assert found.order == ["good", "wild"]
+    # seeds of a curve that diverges differ by more than all others improve; the noise of the good ones counts
+    diverging = [np.where(AT < 50, -2.0, -(10.0 ** (AT / power))) for power in (5, 9)]
+    slow = -2 + 1.5 * (1 - np.exp(-AT / 60))
+    found = rank({"slow": curves(slow, slow), "d": curves(*diverging), "good": curves(good, good)}, -2.0)
+    assert found.order == ["good", "slow", "d"]
+    assert found.regret["slow"] > math.log(1.5)
+    assert min(found.levels) > -1.0  # shares of the improvement of the good one
+
+
+def test_a_seed_that_fails_does_not_make_all_levels_easy():
+    """The noise of one setting is no reason to compare all others by the first steps of their curves."""
+    good, slow, quick = (np.exp(-AT / length) for length in (12, 40, 6))
+    lines = {"good": curves(-good, -good), "slow": curves(-slow, -slow), "fails": curves(-quick, -np.ones(100))}
+    found = rank(lines, -1.0)
+    assert found.order[0] == "good"
+    assert min(found.levels) > -0.3
+    assert found.ends["fails"] == pytest.approx(-1)  # the worst seed
 
 
 def test_settings_within_the_noise_of_the_seeds_are_runners_up():
@@ -301,6 +326,88 @@ def test_a_budget_of_seconds_ends_the_race_early_and_still_answers(folder):
     found = run_pilot(race, centre=1.0)
     assert race.reached == race.horizons[0]
     assert found.best is not None
+
+
+class DrawnRace:
+    """A race whose curves are given; it has run to round 50 of 100."""
+
+    def __init__(self, lines, affordable=True):
+        self.lines, self.affordable = lines, affordable
+        self.reached, self.whole, self.seeds, self.settings = 50, 100, [0, 1], SimpleNamespace(seed_list=[0, 1, 2, 3])
+
+    def alive(self, settings, rounds):
+        return [one for one in settings if np.isfinite(self.lines[one][:rounds]).all()]
+
+    def affords(self, settings, rounds, seeds=None):
+        return self.affordable
+
+    def run(self, settings, rounds, seeds=None):
+        self.reached = rounds
+
+    def ranking(self, settings, rounds, seeds=None):
+        here = {one: Curves(AT[:rounds], self.lines[one][None, :rounds]) for one in self.alive(settings, rounds)}
+        return rank(here, 0.0) if here else None
+
+
+def test_a_setting_that_is_ahead_in_the_race_and_settles_lower_is_not_advised():
+    own, quick = (Setting("fedacg", 1, (("client_lr", rate),)) for rate in (0.1, 0.3162))
+    lines = {own: 1 - np.exp(-AT / 60), quick: 0.6 * (1 - np.exp(-AT / 8))}
+    race = DrawnRace(lines)
+    half = race.ranking(lines, 50)
+    assert half.order == [quick, own]
+    final, seeds = pilot._to_the_end(race, half, [0, 1, 2, 3], half, own)
+    assert (final.order[0], seeds) == (own, [0, 1])
+    assert pilot._choose(final, half, own, 0.0) == own
+    short = DrawnRace(lines, affordable=False)
+    assert pilot._to_the_end(short, half, [0, 1, 2, 3], half, own) == (half, [0, 1, 2, 3])
+    assert short.reached == 50
+
+
+def test_of_settings_that_are_as_good_the_one_that_settles_best_is_taken():
+    """The configured one is kept if it settles about as well; not if it overfits."""
+    own, other = (Setting("fedacg", 1, (("client_lr", rate),)) for rate in (0.1, 0.3162))
+    rise = 1 - np.exp(-AT / 10)
+    for loss, expected in ((0.02, own), (0.4, other)):
+        overfits = rise - loss * np.maximum(0, AT - 60) / 40
+        final = rank({own: curves(overfits), other: curves(0.999 * rise)}, 0.0)
+        assert final.regret[own] <= pilot.TIE
+        assert pilot._choose(final, final, own, 0.0) == expected
+    third = Setting("fedavg", 1, (("client_lr", 1.0),))
+    assert pilot._choose(final, final, third, 0.0) == other
+
+
+def test_settings_that_diverge_late_are_not_advised():
+    rates = [Setting("fedavg", 1, (("client_lr", rate),)) for rate in (0.1, 0.3162, 1.0, 3.162, 10.0)]
+    late = [np.where(AT < 70, 1 - np.exp(-AT / (10 + i)), np.nan) for i in range(4)]
+    lines = dict(zip(rates, [*late, 1 - np.exp(-AT / 40)], strict=True))
+    race = DrawnRace(lines)
+    half = race.ranking(lines, 50)
+    final, _ = pilot._to_the_end(race, half, [0, 1], half, rates[0])
+    assert final.order == [rates[4]]  # the four that were checked diverged
+    assert race.reached == 50
+    race = DrawnRace({one: lines[one] for one in rates[:4]})
+    half = race.ranking(race.lines, 50)
+    assert pilot._to_the_end(race, half, [0, 1], half, rates[0])[0] is None
+
+
+def test_the_best_and_the_configured_setting_run_to_the_end_also_after_a_stop(folder):
+    out, again = folder / "whole", folder / "whole-again"
+    few = AdviceSettings(methods=("fedavg",))
+    summary = run_advice(config(folder, rounds=36), few, out)
+    assert (summary["horizons"], summary["rounds"]) == ([9, 18], 36)
+    rows = read_trials(out / "trials.parquet")
+    ends = {row["rates"] for row in rows if row["rounds"] == 36}
+    own = json.dumps([["client_lr", 0.01], ["server_lr", 1.0]])
+    assert own in ends
+    assert len(ends) == pilot.CHECKED
+    assert not any("later is not known" in doubt for doubt in summary["doubts"])
+    again.mkdir()
+    (again / "advise.toml").write_text((out / "advise.toml").read_text())
+    kept_rows = [row for row in rows if row["rounds"] < 36]
+    write_trials(again / "trials.parquet", kept_rows, {"version": summary["version"], "kind": "advise"})
+    repeated = run_advice(*advising.reopen_advice(again), again, resume=True)
+    assert repeated["advised"] == summary["advised"]
+    assert repeated["levels"] == summary["levels"]
 
 
 def test_budgets_are_read_as_written():

@@ -132,7 +132,8 @@ def fedauto_ahead(
     """FedAuto with accelerated server steps, which are shorter if they are mostly due to the choice of clients.
 
     caution: late client rates as a share of the rate that is best for the measured curvatures.
-    server_lr, momentum, tau, beta: the server's step. doubt: how much noise shortens it; 0 ignores noise.
+    server_lr, momentum, tau, beta: the server's step; tau is relative to the size of sqrt(v).
+    doubt: how much the step is shortened if the mean update depends on which clients were drawn; 0: not at all.
 
     The defaults are meant to be used as they are. The history has the rates as ``train/client_rate`` (the next one) and
     ``train/server_rate``.

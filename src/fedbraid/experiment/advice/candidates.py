@@ -69,14 +69,12 @@ METHODS = (
     Method("fedcm", offsets=(0, 1), about="clients add the last round's mean step to their own"),
     # the server scales every coordinate, so the client rate may be far below that of FedAvg, which limits drift
     Method("fedadam", offsets=range(-2, 1), server=(0.03162, 0.1, 0.3162), about="the server scales every coordinate"),
-    Method("scaffold", offsets=(-1, 0), server=(1.0, 3.162), against="drift", about="control variates remove drift"),
+    Method("scaffold", offsets=(-1, 0, 1), server=(1.0, 3.162), against="drift", about="control variates remove drift"),
     Method("fedavg", offsets=range(-2, 6), about="local SGD"),
     Method("fedavgm", server=(0.1, 0.3162), against="sampling", asked=True, about="server momentum; see fedacg"),
     Method("fedprox", options={"alpha": 0.1}, against="drift", asked=True, about="a proximal term limits drift"),
     Method("mimelite", asked=True, about="clients use the server's momentum; see fedcm"),
 )
-"""The methods that were best on most federations of the benchmark come first: of several that are as good, the first is
-taken."""
 
 
 class Setting(NamedTuple):

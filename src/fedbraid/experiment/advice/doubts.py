@@ -116,9 +116,8 @@ def doubts_about(race: Race, found: Found) -> list[str]:
     assert found.final is not None
     close: Sequence[Any] = [one for one in found.final.close_to_best() if one != found.best]
     if close:
-        seeds = len(race.settings.seed_list)
         listed = "; ".join(f"{one}: {_times(found, one)} the rounds" for one in close)
-        said.append(f"Not certain: within the noise of {seeds} seeds these may be as good: {listed}.")
+        said.append(f"Not certain: within the noise of {len(found.seeds)} seeds these may be as good: {listed}.")
     for name, value in found.best.rates:
         line = [dict(one.rates).get(name, value) for one in found.tried if one[:2] == found.best[:2]]
         if len(set(line)) > 1 and value in (min(line), max(line)):

@@ -3,8 +3,9 @@
 1. The constants of the data give a centre for the client rates and leave out methods that cannot pay.
 2. FedAvg runs over eight client rates to the first horizon. The other methods start around its best rate.
 3. The race goes on to longer horizons with fewer settings (see `race`).
-4. The settings that are close to the best at the end run with further seeds. The best over all seeds is the advice; if
-   several are as good, see `_choose`.
+4. The settings that are close to the best at the end run with further seeds.
+5. The best ones and the configured one run on to all configured rounds: a setting that is ahead in the race may settle
+   at a worse level. The best of them is the advice; if several are as good, see `_choose`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import NamedTuple
 
 from fedbraid.experiment.advice.candidates import (
     CLIENT_RATES,
-    METHODS,
     SERVER_RATE,
     Method,
     Setting,
@@ -34,16 +34,19 @@ __all__ = ["Found", "grid", "run_pilot"]
 KEPT = (6, 3)  # settings that continue after the first horizon, and after the others, at least
 FINALISTS = 3  # settings that run with further seeds at most
 CLOSE = math.log(1.3)  # with at most this regret
+CHECKED = 4  # settings that run to all configured rounds, the configured one included
 TIE = math.log(1.1)  # settings that are this close are as good
+SETTLES = 0.05  # of the best improvement; the configured setting is kept if it settles at most this much worse
 WORTH = 1.5  # more local work is advised only if it saves this factor of rounds
 
 
 class Found(NamedTuple):
     """What a pilot found.
 
-    ranking: the settings that ran to the last horizon. final: those of them that ran with further seeds, with all
-    seeds. best: the advised setting. configured: the setting of the configuration. tried: all settings. left_out:
-    methods that did not run, with the reason.
+    ranking: the settings that ran to the last horizon. final: those of them that were compared last, after all
+    configured rounds if the budget allows it. seeds: with which they were compared. best: the advised setting.
+    configured: the setting of the configuration. tried: all settings. left_out: methods that did not run, with the
+    reason.
     """
 
     best: Setting | None
@@ -52,6 +55,7 @@ class Found(NamedTuple):
     final: Ranking[Setting] | None
     tried: list[Setting]
     left_out: Mapping[str, str] = {}
+    seeds: Sequence[int] = ()
 
 
 def grid(race: Race, method: Method, centre: float, least: float = 0.0) -> list[Setting]:
@@ -103,8 +107,11 @@ def run_pilot(race: Race, centre: float, *, least: float = 0.0, works: Sequence[
             field += _with_more_work(race, ranking, work, tried)
     ranking = race.ranking(field, race.reached)
     assert ranking is not None
-    final = _with_more_seeds(race, ranking, own)
-    return Found(_choose(final, ranking, own), own, ranking, final, tried, left_out)
+    final, seeds = _with_more_seeds(race, ranking, own)
+    if race.reached < race.whole:
+        final, seeds = _to_the_end(race, final, seeds, ranking, own)
+    best = None if final is None else _choose(final, ranking, own, race.start)
+    return Found(best, own, ranking, final, tried, left_out, seeds)
 
 
 def _continuing(race: Race, field: Sequence[Setting], own: Setting, horizon: int) -> list[Setting]:
@@ -143,36 +150,58 @@ def _with_more_work(race: Race, ranking: Ranking[Setting], work: int, tried: lis
     return race.alive(more, race.reached)
 
 
-def _with_more_seeds(race: Race, ranking: Ranking[Setting], own: Setting) -> Ranking[Setting]:
+def _with_more_seeds(race: Race, ranking: Ranking[Setting], own: Setting) -> tuple[Ranking[Setting], Sequence[int]]:
     """The settings that are close to the best, with all tuning seeds; those that diverge with one are left out.
 
-    If the configured setting is close, it is one of them: it is kept unless another one is better.
+    If the configured setting is close, it is one of them: it is kept unless another one is better. The second result
+    are the seeds of the ranking.
     """
     order = ranking.order
     close = [one for one in order if ranking.regret[one] - ranking.regret[order[0]] <= CLOSE]
     some = [one for i, one in enumerate(close) if i < FINALISTS or one == own]
     last, seeds = race.reached, race.settings.seed_list
     if not race.affords(some, last, seeds):
-        return ranking
+        return ranking, race.seeds
     race.run(some, last, seeds)
     found = race.ranking(some, last, seeds)
     if found is not None:
-        return found
+        return found, seeds
     rest = [one for one in order if one not in some]  # all of them diverged with a further seed
-    return race.ranking(rest, last) or ranking
+    return race.ranking(rest, last) or ranking, race.seeds
 
 
-def _choose(final: Ranking[Setting], ranking: Ranking[Setting], own: Setting) -> Setting:
-    """The best setting, or of those that are as good: the configured one, else of the method that is earlier in the
-    table the one with the smallest rates, which is further from divergence.
+def _to_the_end(
+    race: Race, final: Ranking[Setting], seeds: Sequence[int], ranking: Ranking[Setting], own: Setting
+) -> tuple[Ranking[Setting] | None, Sequence[int]]:
+    """The best settings and the configured one after all configured rounds, with the first tuning seeds.
+
+    ``final`` as it was if the budget does not allow it. Settings that diverge on the way are left out; if all do, the
+    others of ``ranking`` are compared as far as they ran, and None says that there are no others.
+    """
+    last = race.reached
+    field = [one for one in dict.fromkeys([final.order[0], own, *final.order, *ranking.order]) if one in ranking.regret]
+    some = race.alive(field, last)[:CHECKED]
+    if not race.affords(some, race.whole):
+        return final, seeds
+    race.run(some, race.whole)
+    found = race.ranking(some, race.whole)
+    if found is None:
+        race.reached = last
+        found = race.ranking([one for one in field if one not in some], last)
+    return found, race.seeds
+
+
+def _choose(final: Ranking[Setting], ranking: Ranking[Setting], own: Setting, start: float) -> Setting:
+    """The best setting, or of those that are as good: the one that settles best with its worst seed, or the configured
+    one if it settles about as well. A setting that overfits, has much noise or is close to divergence settles worse.
 
     More local work must save a factor of `WORTH` in rounds, else the best with less is taken.
     """
     best = final.order[0]
     as_good = [one for one in final.order if one.work == best.work and final.regret[one] - final.regret[best] <= TIE]
-    if own in as_good:
+    safest = max(as_good, key=lambda one: final.ends[one])
+    if own in as_good and final.ends[own] >= final.ends[safest] - SETTLES * (max(final.levels) - start):
         return own
-    safest = min(as_good, key=lambda one: (_place(one.method), math.prod(value for _, value in one.rates)))
     if best.work == 1:
         return safest
     for one in [*final.order, *ranking.order]:
@@ -180,9 +209,3 @@ def _choose(final: Ranking[Setting], ranking: Ranking[Setting], own: Setting) ->
         if one.work == 1:
             return safest if table.regret[one] - table.regret[table.order[0]] >= math.log(WORTH) else one
     return safest
-
-
-def _place(method: str) -> int:
-    """The place of a method in the table; other methods come last."""
-    names = [one.name for one in METHODS]
-    return names.index(method) if method in names else len(names)

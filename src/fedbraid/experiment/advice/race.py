@@ -126,6 +126,7 @@ class Race:
         self.config, self.methods, self.settings, self.data, self.held = track
         self.trials, self.on_news, self.budget = trials, on_news, budget or Budget()
         self.horizons: tuple[int, ...] = horizons_of(last)
+        self.whole: int = max(last, self.config.rounds)  # rounds of the check at the end, see `pilot`
         self.programs: dict[tuple[str, int], tuple[Lab, Points]] = {}
         self.places: dict[Setting, tuple[str, Config, dict[str, Any]]] = {}
         self.kept: dict[tuple[Setting, int], PointsResult] = {}
@@ -226,9 +227,9 @@ class Race:
             self._tell(f"{words}, round {done} of {rounds}")
 
         self._tell(words)
-        keep = rounds < self.horizons[-1]
+        keep = rounds < self.whole
         start = [self.kept.pop((one, seed), None) for one in chunk]
-        marks = [mark for mark in self.horizons if mark <= rounds]
+        marks = [mark for mark in (*self.horizons, self.whole) if mark <= rounds]
         outcome = advance(program, points, seed, rounds, start=start, keep=keep, marks=marks, tell=progress)
         made = []
         for j, one in enumerate(chunk):

@@ -22,7 +22,7 @@ import numpy as np
 
 __all__ = ["Curves", "Ranking", "kept", "rank", "rounds_to"]
 
-KEEP = 10  # rounds over which a level must be kept at least; a short peak does not count
+KEEP = 20  # rounds over which a level must be kept at least; a short peak does not count
 SHARES = (0.8, 0.85, 0.9, 0.925, 0.95, 0.96, 0.97, 0.98, 0.985, 0.99)  # of the largest improvement
 BEST = 5  # settings from which noise is estimated
 ERRORS = 2.0  # standard errors by which the largest improvement is reduced: the best of many curves is partly luck
@@ -58,6 +58,7 @@ class Ranking(NamedTuple, Generic[Key]):
 
     regret: by setting, of the curve averaged over the seeds.
     noise: its standard error over the seeds. levels: values of the metric times its sign, and ``rounds`` to them.
+    ends: where the curve settles, the mean of its last values with the worst seed.
     """
 
     order: list[Key]
@@ -65,6 +66,7 @@ class Ranking(NamedTuple, Generic[Key]):
     noise: dict[Key, float]
     rounds: dict[Key, np.ndarray]
     levels: np.ndarray
+    ends: dict[Key, float]
 
     def close_to_best(self, least: float = math.log(1.1)) -> list[Key]:
         """The settings that may be as good as the best: their regret is within two standard errors, or ``least``."""
@@ -84,14 +86,14 @@ def kept(values: np.ndarray, window: int = KEEP) -> np.ndarray:
     A level is kept if the mean of an evaluation and those after it has it: of ``window`` of them, later of a fifth of
     those so far. The mean estimates the curve that many seeds would have; single values would favour smooth curves.
 
-    >>> kept(np.array([0.0, 1.0] + 8 * [0.0] + 4 * [2.0])).round(2).tolist()
+    >>> kept(np.array([0.0, 1.0] + 8 * [0.0] + 4 * [2.0]), 10).round(2).tolist()
     [0.1, 0.3, 0.4, 0.6, 0.8, 0.89, 1.0, 1.14, 1.33, 1.6, 2.0, 2.0, 2.0, 2.0]
     """
     count = values.shape[-1]
-    sums = np.concatenate([np.zeros((*values.shape[:-1], 1)), np.cumsum(values, -1)], -1)
-    first = np.arange(count)
-    last = np.minimum(first + np.maximum(window, first // 5), count)
-    return np.maximum.accumulate((sums[..., last] - sums[..., first]) / (last - first), -1)
+    means = np.empty(values.shape)
+    for first in range(count):  # not by cumulative sums: a huge loss at the beginning would cancel the later ones
+        means[..., first] = values[..., first : first + max(window, first // 5)].mean(-1)
+    return np.maximum.accumulate(means, -1)
 
 
 def rounds_to(rounds: np.ndarray, best: np.ndarray, levels: Sequence[float] | np.ndarray) -> np.ndarray:
@@ -133,26 +135,28 @@ def rank(
     curves: they end in the same round and are finite. start: the value of the initial model. early: rounds that are
     added before rounds are compared. target: the one level that counts, if it is known.
 
-    >>> at = np.arange(1.0, 61.0)
+    >>> at = np.arange(1.0, 201.0)
     >>> rise = lambda rate: Curves(at, np.stack([1 - np.exp(-rate * at)] * 2))
     >>> found = rank({"slow": rise(0.03), "fast": rise(0.12), "middle": rise(0.06)}, start=0.0)
     >>> found.order, round(math.exp(found.regret["middle"]), 1)
-    (['fast', 'middle', 'slow'], 2.2)
+    (['fast', 'middle', 'slow'], 2.5)
     """
     if not curves:
         raise ValueError("rank needs the curves of at least one setting")
     rounds = next(iter(curves.values())).rounds.astype(float)
     # a curve that is worse than the initial model has no trend yet: a fall from a huge loss predicts nothing
     mean = {one: np.maximum(curve.kept_on_average(), start) for one, curve in curves.items()}
-    spread = _spread([curve.values[:, -curve.window :].mean(1) for curve in curves.values()])
+    spread = _spread([np.maximum(curve.values[:, -curve.window :].mean(1), start) for curve in curves.values()])
     levels = _levels(list(mean.values()), start, spread) if target is None else np.array([target])
     times = {one: rounds_to(rounds, own, levels) for one, own in mean.items()}
     fewest = np.log(np.min(list(times.values()), 0) + early)
     regret = {one: float((np.log(own + early) - fewest).mean()) for one, own in times.items()}
-    order = sorted(curves, key=lambda one: regret[one])
+    # settings with the same regret, such as those that have not improved on the initial model yet, by their last values
+    ends = {one: float(curve.values[:, -curve.window :].mean(1).min()) for one, curve in curves.items()}
+    order = sorted(curves, key=lambda one: (regret[one], -ends[one]))
     pooled = _pooled([_by_seed(curves[one], levels, start, early) for one in order[:BEST]])
     noise = {one: pooled / math.sqrt(len(curve.values)) for one, curve in curves.items()}
-    return Ranking(order, regret, noise, times, levels)
+    return Ranking(order, regret, noise, times, levels, ends)
 
 
 def _by_seed(curve: Curves, levels: np.ndarray, start: float, early: float) -> np.ndarray:
@@ -168,9 +172,17 @@ def _levels(best: Sequence[np.ndarray], start: float, spread: float) -> np.ndarr
 
 
 def _spread(ends: Sequence[np.ndarray]) -> float:
-    """The standard error over seeds of the mean of the last values, for a typical good curve."""
+    """The standard error over seeds of the mean of the last values, for a typical good curve.
+
+    It is the median over the best curves, divided by the median of the chi-squared distribution: one of them may have a
+    seed that fails, and then says nothing about the noise of the others.
+    """
     best = sorted(ends, key=lambda own: -own.mean())[:BEST]
-    return _pooled(best) / math.sqrt(len(best[0]))
+    free = len(best[0]) - 1
+    if free == 0:
+        return 0.0
+    variance = float(np.median([own.var(ddof=1) for own in best])) / (1 - 2 / (9 * free)) ** 3
+    return math.sqrt(variance / len(best[0]))
 
 
 def _pooled(groups: Sequence[np.ndarray]) -> float:

@@ -18,8 +18,8 @@ def lines_of(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         (
             "pilot",
             f"{summary['settings']} settings of {len(summary['methods'])} methods ({', '.join(summary['methods'])}), "
-            f"{pilot['trials']} trials of up to {summary['rounds']} rounds: {pilot['rounds']:,} rounds, as many as "
-            f"{pilot['configured_runs']:.3g} configured runs; {format_bytes(pilot['bytes'])} in a federation; "
+            f"{pilot['trials']} trials of up to {summary['rounds']} rounds: {pilot['rounds']:,} rounds in all (those "
+            f"of {pilot['configured_runs']:.3g} configured runs); {format_bytes(pilot['bytes'])} in a federation; "
             f"{pilot['seconds']:.0f} s",
         )
     )
