@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
+import click
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import fedbraid
@@ -19,7 +22,7 @@ def test_the_version_is_printed():
 
 def test_help_names_every_command():
     text = CliRunner().invoke(make_app(), ["--help"]).stdout
-    assert "Federated optimization" in text
+    assert "federated learning" in text
     assert all(name in text for name in (*COMMANDS, *GROUPS))
 
 
@@ -75,3 +78,18 @@ def test_a_stop_that_python_drops_is_sent_again(place, number, status):
     assert done.returncode == status, done.stderr
     assert done.stderr.count("shown as before") == 1
     assert done.stderr.count("Traceback") == 1  # the other error's
+
+
+def test_help_explains_arguments():
+    """Click 8.5 drops the help texts of typer's arguments; the command line restores them."""
+    run = CliRunner().invoke(make_app(), ["run", "--help"]).stdout
+    assert "TOML file (default" in run
+    table = CliRunner().invoke(make_app(), ["data", "import", "csv", "--help"]).stdout
+    assert "CSV files with a header" in table
+
+
+def test_a_misspelt_command_is_corrected_once():
+    """By click or by typer; their oldest versions correct nothing."""
+    by_typer = "suggest_commands" in inspect.signature(typer.core.TyperGroup.__init__).parameters
+    either = by_typer or hasattr(click.exceptions, "NoSuchCommand")
+    assert CliRunner().invoke(make_app(), ["rn"]).output.count("Did you mean") == int(either)

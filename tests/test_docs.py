@@ -16,7 +16,7 @@ import click
 import pytest
 import yaml
 from sitebuild import DOCS, EXECUTED, ROOT, blocks, configuration, gallery, stage
-from sitebuild.api import api_pages, packages, public_names
+from sitebuild.api import INTERNAL, api_pages, packages, public_names
 from sitebuild.commands import application, commands_page, help_of, walk
 from sitebuild.docstrings import to_markdown
 from sitebuild.execute import run_page
@@ -334,6 +334,13 @@ def test_every_public_name_is_on_a_page():
     assert {"fedbraid", "fedbraid.core", "fedbraid.algorithms"} <= {package.__name__ for package in packages()}
 
 
+def test_the_policy_names_the_modules_that_are_not_public():
+    text = (DOCS / "policy.md").read_text().partition("which serve the")[2].partition("\n\n")[0]
+    assert re.findall(r"`fedbraid\.(\w+)`", text) == list(INTERNAL)
+    for name in INTERNAL:
+        importlib.import_module(f"fedbraid.{name}")
+
+
 def test_every_command_and_option_is_on_its_page():
     page = commands_page()
     seen = 0
@@ -364,6 +371,13 @@ def test_every_key_has_a_default_a_range_a_unit_and_a_text():
     inner = set(configuration.sections())
     assert set(Config.model_fields) - inner == {key.name for key in configuration.keys_of("", Config)}
     assert "| `arrival.drop` | `0.0` | number, from 0, below 1 | share |" in page
+
+
+def test_the_first_line_of_a_docstring_is_a_sentence():
+    assert (
+        to_markdown("APFL: FedAvg, and a model.\n\nalpha: its weight.")
+        == "APFL: FedAvg, and a model.\n\n- **`alpha`**: its weight."
+    )
 
 
 def test_docstrings_become_markdown():

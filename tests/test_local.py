@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbraid.local import Batches, ClientData, batches_of, local_work, masked_mean, shuffled
+import fedbraid
+from fedbraid import models
+from fedbraid.local import Batches, ClientData, batches_of, grad, local_work, masked_mean, shuffled, value_and_grad
 from fedbraid.transforms.clients import map_inputs, map_report
 
 pytestmark = pytest.mark.core
@@ -143,3 +145,20 @@ def test_a_changed_client_is_still_cut_into_steps():
     assert type(work) is type(total(0.0))
     report = work({"scale": 10.0}, (1.0, "kept"), client(3), jax.random.key(0))
     assert (float(report.up[0]), report.up[1], report.up[2], int(report.weight)) == (1.5 + 10 * 3.0, 10.0, "kept", 3)
+
+
+def test_a_model_in_place_of_its_loss_is_refused_with_the_next_step():
+    model = models.softmax_regression(4, classes=2)
+    for differentiate in (grad, value_and_grad):
+        with pytest.raises(TypeError, match=r"got a Model; pass model\.loss instead of the model"):
+            differentiate(model)
+    with pytest.raises(ValueError, match=r"unknown option 'lr'.*client_lr.*batch_size"):
+        batches_of(lr=0.1)
+
+
+def test_arguments_of_simulate_in_the_wrong_order_are_named():
+    model = models.softmax_regression(4, classes=2)
+    params = model.init(jax.random.key(0))
+    data = fedbraid.Split.from_clients([{"x": np.zeros((3, 4), np.float32), "y": np.zeros(3, np.int32)}])
+    with pytest.raises(ValueError, match=r"data must be a FederatedData or a Split, got a dict; .*params, data"):
+        fedbraid.simulate(fedbraid.fedavg(model.loss), data, params, rounds=1)

@@ -192,6 +192,7 @@ def value_and_grad(loss: Callable) -> Callable:
     >>> float(value), gradient.tolist()
     (9.0, [6.0])
     """
+    _check_loss(loss)
     statistics = getattr(loss, STATISTICS, None)
     if statistics is not None:
         return _with_statistics(statistics)
@@ -200,9 +201,17 @@ def value_and_grad(loss: Callable) -> Callable:
 
 def grad(loss: Callable) -> Callable:
     """``jax.grad(loss)``, with respect to the first argument, of the loss as the engine rewrites it."""
+    _check_loss(loss)
     if getattr(loss, STATISTICS, None) is not None:
         return lambda *args: value_and_grad(loss)(*args)[1]
     return _divided(loss, jax.grad(rewritten(loss)))
+
+
+def _check_loss(loss: Any) -> None:
+    """Refuse a loss that is not a function, such as a whole model."""
+    if not callable(loss):
+        hint = "; pass model.loss instead of the model" if callable(getattr(loss, "loss", None)) else ""
+        raise TypeError(f"loss must be a function (params, batch, key) -> number, got a {type(loss).__name__}{hint}")
 
 
 # --- a client's examples ---------------------------------------------------------------------------------------------
@@ -427,7 +436,8 @@ def batches_of(*, part: tuple[float, float] = (0.0, 1.0), **local: Unpack[LocalO
     unknown = set(local) - set(LocalOptions.__annotations__)
     if unknown:
         raise ValueError(
-            f"unknown option {sorted(unknown)[0]!r}; local steps take {', '.join(LocalOptions.__annotations__)}"
+            f"unknown option {sorted(unknown)[0]!r}; besides the algorithm's own options (such as client_lr) there are "
+            f"those of local steps: {', '.join(LocalOptions.__annotations__)}"
         )
     epochs, steps = local.get("epochs"), local.get("steps")
     if epochs is None and steps is None:
@@ -505,7 +515,13 @@ class LocalWork:
 
 
 def local_work(start: Callable, step: Callable, finish: Callable, batches: Batches) -> LocalWork:
-    """A client that folds ``step`` over its own batches: the usual way to write a client function."""
+    """A client function made of local steps, like a training loop: the usual way to write an algorithm.
+
+    start: ``(down, state, key) -> carry``: before the first step, from the server's message and the client's state.
+    step: ``(carry, batch, key, down) -> carry``: one local step.
+    finish: ``(carry, down, state, n) -> Report``: the upload, from the last carry; n is the number of examples.
+    batches: the batches that the steps go over.
+    """
     return LocalWork((Fold(start, step, finish, batches),))
 
 

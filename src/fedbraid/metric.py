@@ -13,7 +13,7 @@ of the clients' own models, each on its own test examples. `metric_of_column` re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 __all__ = [
@@ -124,9 +124,11 @@ KNOWN: tuple[Metric, ...] = (
 class Metrics:
     """A function that computes metrics, with a declaration of those metrics; it is called like the function.
 
-    ``function(params, batch)`` gives ``{name: (sums [B], weights [B])}``: one number per example, zero where the mask
-    is. ``declared`` holds a `Metric` for every name that is not in `KNOWN`, and may override one that is. It also holds
-    the metrics that are computed from others.
+    ``function(params, batch)`` gives ``{name: (sums [B], weights [B])}``: one number per example, 0 for padding
+    (where the mask is 0). ``declared`` holds a `Metric` for every name that is not in `KNOWN`, and may override one
+    that is. It also holds the metrics that are computed from others. ``check(data)``, if there is one, raises a
+    ValueError for data that the metrics cannot score, such as labels that a model does not have; ``simulate`` calls it
+    before the first round.
 
     >>> import jax.numpy as jnp
     >>> def on_time(params, batch):
@@ -138,6 +140,7 @@ class Metrics:
 
     function: Callable[..., Any]
     declared: tuple[Metric, ...] = ()
+    check: Callable[[Any], None] | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -152,7 +155,7 @@ class Metrics:
 
     def through(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Metrics:
         """The same metrics computed by ``wrap(function)``."""
-        return Metrics(wrap(self.function), self.declared)
+        return replace(self, function=wrap(self.function))
 
 
 def declares(*declared: Metric) -> Callable[[Callable[..., Any]], Metrics]:

@@ -162,6 +162,11 @@ class Names:
         if is_reference(name):
             thing, module = resolve(name, folder), name.partition(":")[0]
             return self._checked(Found(name, thing, _file_of(module) or f"the module {module}", module))
+        if self.kind == "dataset" and "/" in name:
+            raise ValueError(
+                f"store {name!r} does not exist: there is no such folder in {Path.cwd()}. Make one with `fedbraid data "
+                f"import`, or name a data set of the library: {', '.join(sorted(self.all()))}"
+            )
         raise ValueError(unknown(self.kind, name, self.all()) + ", or write 'module:attribute' for one of your own")
 
     def listed(self) -> list[Found | str]:

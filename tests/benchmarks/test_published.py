@@ -38,6 +38,16 @@ def test_the_tables_of_the_page_are_made_from_the_files(published):
     assert published.page(changed) == text
 
 
+def test_the_picture_and_the_ratios_of_the_readme_are_those_of_the_tables(published):
+    found = published.read(published.CPU)
+    drawn = published.picture(found)
+    assert published.PICTURE.read_text(encoding="utf-8") == drawn, "run: python benchmarks/published.py --page"
+    for one in found["speed"].values():
+        for _, ratio in one.get("peers", {"rows": {}})["rows"].values():
+            assert f">{ratio:.2f}</text>" in drawn
+    assert published.in_short(found) in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_every_number_has_a_commit_of_this_repository_and_a_date(published):
     numbers = [*published.read(published.CPU)["speed"].values(), *published.read(published.GPU)["rows"].values()]
     for one in numbers:

@@ -216,6 +216,8 @@ def test_missing_files_say_what_to_do():
             with pytest.raises(ValueError, match="needs path") as error:
                 load(name)
             assert entry.get in str(error.value)
+    with pytest.raises(ValueError, match="unknown data set 'digit'; did you mean 'digits'"):
+        load("digit")
     with pytest.raises(ValueError, match="unknown data set 'imagenet'"):
         load("imagenet")
     with pytest.raises(ValueError, match="no such file"):

@@ -101,7 +101,9 @@ def test_missing_values_need_a_rule():
     columns = school()
     columns["age"] = columns["age"].copy()
     columns["age"][[3, 7, 20]] = np.nan
-    with pytest.raises(ValueError, match=r"column 'age' lacks 3 of 60 values, first in row 3; .*\"mean\" or a number"):
+    with pytest.raises(
+        ValueError, match=r"column 'age' lacks 3 of 60 values, first in row 3 .*--missing.*\"mean\" or a number"
+    ):
         from_table(columns, **CHOSEN)
     options = {**CHOSEN, "test_fraction": 0.3}
     data = from_table(columns, **options, missing="mean")
@@ -124,7 +126,7 @@ def test_missing_values_need_a_rule():
         (
             {},
             {"client": "school", "label": "score"},
-            r"column 'gender' holds text \(such as '[fm]'\), where x needs numb",
+            r"column 'gender' holds text \(such as '[fm]'\), but features must be numb",
         ),
         ({"age": np.r_[np.inf, np.ones(59)]}, CHOSEN, r"column 'age': 1 values are infinite, first in row 0"),
         ({"age": np.r_[1e300, np.ones(59)]}, CHOSEN, r"column 'age': 1 values are not finite in float32"),

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import time
 import types
 from dataclasses import replace
 
@@ -257,6 +258,8 @@ def scalars(folder):
         record, at = file.read_bytes(), 0
         while at < len(record):  # a length of 8 bytes, its checksum of 4, the event, its checksum of 4
             length = int.from_bytes(record[at : at + 8], "little")
+            if at + 16 + length > len(record):  # an event that is being written
+                break
             event = Event.FromString(record[at + 12 : at + 12 + length])
             for value in event.summary.value:
                 found.setdefault(value.tag, []).append((event.step, value.simple_value))
@@ -264,13 +267,25 @@ def scalars(folder):
     return found
 
 
-def test_numbers_are_in_tensorboard_while_the_run_goes_on_and_after_a_resume(shared, tmp_path):
+def test_numbers_are_in_tensorboard_while_the_run_goes_on_and_after_a_resume(shared, tmp_path, monkeypatch):
     pytest.importorskip("tensorboardX", reason="needs tensorboardX: pip install 'fedbraid[track]'")
+
+    class Second(float):
+        """A time of one and the same second in names of files: tensorboardX names them by ``str(time.time())[:10]``."""
+
+        def __str__(self):
+            return "1700000000.0"
+
+    monkeypatch.setattr("tensorboardX.event_file_writer.time", types.SimpleNamespace(time=lambda: Second(time.time())))
     tracked = config("rounds=6", f'track.to=["tensorboard:{tmp_path}/logs"]')
     during = []
 
     def look(now):
-        during.append((now.round, len(scalars(tmp_path / "logs" / "run")["train/loss"])))
+        deadline = time.monotonic() + 60
+        while (seen := len(scalars(tmp_path / "logs" / "run").get("train/loss", ()))) < now.round:
+            assert time.monotonic() < deadline, f"{seen} of {now.round} rounds are in the file"
+            time.sleep(0.05)
+        during.append((now.round, seen))
         return now.round >= 3
 
     with told(r"go to .*/logs/run; see them with: tensorboard --logdir .*/logs"):

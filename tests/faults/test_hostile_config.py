@@ -243,10 +243,10 @@ def test_hostile_configurations(tmp_path, tally, monkeypatch):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("seed=9223372036854775808", "seed = 9223372036854775808: input should be less than 9223372036854775808"),
+        ("seed=9223372036854775808", "seed = 9223372036854775808: must be less than 9223372036854775808"),
         (
             "rounds=1000000000000000000",
-            "rounds = 10*: input should be less than or equal to 1000000000",
+            "rounds = 10*: must be less than or equal to 1000000000",
         ),
         ("cohort=true", "cohort = true: true and false are not allowed here"),
         ("engine.chunk=true", "engine.chunk = true: true and false are not allowed here"),

@@ -198,3 +198,15 @@ def test_metrics_that_do_not_fit_the_model_are_refused():
             load_config(settings=["model={name='softmax_regression'}", "cohort=2", "evaluation.metrics=['r2']"]),
             fb.FederatedData(data_of([0, 1, 0, 1]).train, info={"classes": 2}),
         )
+
+
+def test_simulate_refuses_labels_that_the_model_does_not_have():
+    rows = [{"x": np.ones((4, 3), np.float32), "y": np.array([0, 1, 2, label])} for label in (1, 7)]
+    data = fb.FederatedData(fb.Split.from_clients(rows), fb.Split.from_clients(rows))
+    model = softmax_regression(3, 5)
+    alg, params = fb.fedavg(model.loss), model.init(jax.random.key(0))
+    with pytest.raises(ValueError, match=r"train split has the label 7 .*row 3.* 5 classes, labelled 0 to 4"):
+        fb.simulate(alg, params, data, rounds=1, cohort=2, metrics=model.metrics)
+    more = with_metrics(model, ["f1"])
+    with pytest.raises(ValueError, match="label 7"):
+        fb.simulate(alg, params, data, rounds=1, cohort=2, metrics=more.metrics)

@@ -72,8 +72,10 @@ def apfl(
 
     Y. Deng, M. M. Kamani, M. Mahdavi. Adaptive Personalized Federated Learning. arXiv:2003.13461, 2020.
 
-    alpha: weight of the local model; with ``adapt`` its first value. alpha_lr: rate of alpha, by default ``client_lr``.
-    A client with alpha = 0 never trains v, so ``adapt`` must not start from 0.
+    alpha: weight of the local model in the mixture; with ``adapt`` its first value, which must be above 0 (with
+        alpha = 0 the local model is never trained).
+    adapt: whether clients learn alpha by gradient steps.
+    alpha_lr: learning rate of alpha; default: ``client_lr``.
 
     >>> alg = apfl(lambda params, batch, key: jnp.sum(params**2), alpha=0.25, client_lr=0.1)
     """

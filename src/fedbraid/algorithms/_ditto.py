@@ -65,8 +65,9 @@ def ditto(
 
     T. Li, S. Hu, A. Beirami, V. Smith. Ditto: Fair and Robust Federated Learning Through Personalization. ICML 2021.
 
-    lam: weight of the pull. personal_lr: rate of the personal steps, by default ``client_lr``.
-    personal_epochs or personal_steps: local work on the personal model, by default that of the global steps.
+    lam: weight of the proximal term that keeps the personal model close to the global one.
+    personal_lr: learning rate of the personal model; default: ``client_lr``.
+    personal_epochs or personal_steps: local work on the personal model; default: that on the global model.
 
     >>> alg = ditto(lambda params, batch, key: jnp.sum(params**2), lam=0.5, client_lr=0.1)
     """

@@ -54,7 +54,8 @@ def fedacg(
 
     G. Kim, J. Kim, B. Han. Communication-Efficient Federated Learning with Accelerated Client Gradient. CVPR 2024.
 
-    lam: the server's momentum. beta: weight of the proximal term.
+    lam: momentum of the server.
+    beta: weight of the proximal term.
 
     >>> alg = fedacg(lambda params, batch, key: jnp.sum(params**2), lam=0.9, client_lr=0.05)
     """

@@ -69,11 +69,13 @@ def fedala(
     weighting: Weighting = "examples",
     **local: Unpack[ClientOptions],
 ) -> Algorithm:
-    """FedALA: FedAvg from a start that every client mixes of its own model and the global one.
+    """FedALA: FedAvg whose clients start from a learned mixture of their own model and the global one.
 
-    layers: patterns of the leaves that have weights, such as ``"dense2"``; () means all. weight_lr: rate of the
-        weights. share: part of the client's examples on which they are learned, drawn anew in every round.
-    weight_epochs: passes over them.
+    layers: patterns of the leaves that are mixed, such as ``"dense2"``; () means all. Other leaves start from the
+        global model.
+    weight_lr: learning rate of the mixing weights.
+    share: part of the client's examples on which the weights are learned, drawn anew in every round.
+    weight_epochs: passes over these examples.
 
     >>> alg = fedala(lambda params, batch, key: jnp.sum(params**2), weight_lr=1.0, client_lr=0.05)
     """

@@ -71,7 +71,8 @@ def feddc(
     L. Gao, H. Fu, L. Li, Y. Chen, M. Xu, C.-Z. Xu. FedDC: Federated Learning with Non-IID Data via Local Drift
     Decoupling and Correction. CVPR 2022.
 
-    alpha: weight of the penalty. correction: whether local steps have the gradient correction; False is FedDyn.
+    alpha: weight of the penalty.
+    correction: whether local gradients are corrected as in SCAFFOLD; False is FedDyn.
 
     >>> alg = feddc(lambda params, batch, key: jnp.sum(params**2), alpha=0.1, client_lr=0.05, epochs=5)
     """

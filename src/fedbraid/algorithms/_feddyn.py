@@ -70,7 +70,13 @@ def feddyn(
     client_opt_state: Literal["reset", "kept"] = "reset",
     **local: Unpack[LocalOptions],
 ) -> Algorithm:
-    """FedDyn with local gradient steps; a small ``alpha`` converges fast, a large one is stable.
+    """FedDyn: local steps on a loss with a linear and a proximal term, which removes client drift.
+
+    D. A. E. Acar, Y. Zhao, R. Matas Navarro, M. Mattina, P. N. Whatmough, V. Saligrama. Federated Learning Based on
+    Dynamic Regularization. ICLR 2021. Algorithm 1.
+
+    alpha: weight of the proximal term. Small values converge fast, large values are stable.
+    client_lr, client_opt, local: as in `fedbraid.fedavg`.
 
     >>> alg = feddyn(lambda params, batch, key: jnp.sum(params**2), alpha=0.1, client_lr=0.05, epochs=5)
     """

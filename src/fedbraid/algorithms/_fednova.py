@@ -63,7 +63,14 @@ def fednova(
     weighting: Weighting = "examples",
     **local: Unpack[LocalOptions],
 ) -> Algorithm:
-    """FedNova with local SGD, optionally with momentum ``rho`` and a proximal term ``alpha``.
+    """FedNova: FedAvg whose updates are divided by the local work, for clients that take different numbers of steps.
+
+    J. Wang, Q. Liu, H. Liang, G. Joshi, H. V. Poor. Tackling the Objective Inconsistency Problem in Heterogeneous
+    Federated Optimization. NeurIPS 2020.
+
+    rho: momentum of the local steps.
+    alpha: weight of a proximal term in the local steps.
+    client_lr, server_lr, weighting, local: as in `fedbraid.fedavg`.
 
     >>> alg = fednova(lambda params, batch, key: jnp.sum(params**2), client_lr=0.05, epochs=2)
     """

@@ -122,8 +122,9 @@ def fedproto(
     """FedProto: personal models whose features are pulled towards shared prototypes of the classes.
 
     features: ``(params, batch) -> activations before the last layer``, ``[B, num_features]``.
-    lam: weight of the pull. weighting: of a client's prototype of a class, by its number of such examples, or
-    "uniform".
+    lam: weight of the term that pulls features towards the prototypes.
+    weighting: weight of a client's prototype of a class in the mean: its number of examples of that class
+        ("examples"), or 1 ("uniform").
 
     >>> alg = fedproto(lambda params, batch, key: jnp.sum(params**2), lambda params, batch: batch["x"] * params, 10, 4)
     """

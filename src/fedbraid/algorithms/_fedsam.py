@@ -65,7 +65,7 @@ def fedsam(
 ) -> Algorithm:
     """FedSAM: FedAvg with sharpness-aware local steps.
 
-    rho: distance at which the gradient is taken; 0 is FedAvg.
+    rho: distance from the model at which the gradient is taken; 0 is FedAvg.
 
     >>> alg = fedsam(lambda params, batch, key: jnp.sum(params**2), rho=0.1, client_lr=0.05)
     """
@@ -84,7 +84,8 @@ def mofedsam(
 ) -> Algorithm:
     """MoFedSAM: FedCM with sharpness-aware local steps.
 
-    rho: distance at which the gradient is taken; 0 is FedCM. alpha: weight of the client's own gradient.
+    rho: distance from the model at which the gradient is taken; 0 is FedCM.
+    alpha: weight of the client's own gradient; the last mean step has the weight 1 - alpha.
 
     >>> alg = mofedsam(lambda params, batch, key: jnp.sum(params**2), rho=0.1, alpha=0.2)
     """

@@ -53,7 +53,9 @@ def fedspeed(
 ) -> Algorithm:
     """FedSpeed: corrected proximal local steps with a gradient from a point ahead.
 
-    lam: the proximal term has the weight 1 / lam. rho: step to the point ahead. alpha: weight of the gradient there.
+    lam: the proximal term has the weight 1 / lam.
+    rho: length of the step to the point ahead.
+    alpha: weight of the gradient at that point.
 
     >>> alg = fedspeed(lambda params, batch, key: jnp.sum(params**2), lam=5.0, client_lr=0.05)
     """

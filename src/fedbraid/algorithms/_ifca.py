@@ -104,7 +104,8 @@ def ifca(
 
     A. Ghosh, J. Chung, D. Yin, K. Ramchandran. An Efficient Framework for Clustered Federated Learning. NeurIPS 2020.
 
-    clusters: k. spread, seed: size and seed of the noise by which the models differ at the start.
+    clusters: k, the number of models.
+    spread, seed: size and seed of the noise by which the initial models differ.
 
     >>> alg = ifca(lambda params, batch, key: jnp.sum(params**2), clusters=3, client_lr=0.05)
     """

@@ -208,10 +208,17 @@ def fedavg(
     weighting: Weighting = "examples",
     **local: Unpack[ClientOptions],
 ) -> Algorithm:
-    """FedAvg: local SGD; the server averages the models.
+    """FedAvg: clients take local SGD steps, and the server averages their models.
 
     H. B. McMahan, E. Moore, D. Ramage, S. Hampson, B. Agüera y Arcas. Communication-Efficient Learning of Deep Networks
     from Decentralized Data. AISTATS 2017.
+
+    loss: ``(params, batch, key) -> scalar``, such as the ``loss`` of a model.
+    client_lr: learning rate of the local steps.
+    server_lr: factor of the mean update; 1 replaces the server's model by the mean of the clients' models.
+    weighting: "examples" weights a client by its number of examples, "uniform" weights all clients equally.
+    local: ``epochs`` (default 1) or ``steps``, ``batch_size`` (default 20; None: all examples at once), ``shuffle``,
+        and ``client_opt``, the optimizer of the local steps (default "sgd").
 
     >>> alg = fedavg(lambda params, batch, key: jnp.sum(params**2), client_lr=0.1, epochs=2)
     """
@@ -260,12 +267,14 @@ def fedprox(
     weighting: Weighting = "examples",
     **local: Unpack[ClientOptions],
 ) -> Algorithm:
-    """FedProx by local gradient steps: FedAvg with a proximal term of weight alpha.
+    """FedProx: FedAvg with a proximal term that keeps local models close to the server's.
 
     T. Li, A. K. Sahu, M. Zaheer, M. Sanjabi, A. Talwalkar, V. Smith. Federated Optimization in Heterogeneous Networks.
     MLSys 2020.
 
-    The exact proximal step of Pathak & Wainwright is another method with another fixed point: ``fedprox_exact``.
+    alpha: weight of the proximal term; 0 is FedAvg. The other options are those of `fedavg`.
+
+    ``fedprox_exact`` solves the proximal problem exactly and converges to another point.
     """
     opt = server_optimizers.sgd(server_lr)
     return _averaging(loss, opt, client_lr, alpha, weighting=weighting, **local)

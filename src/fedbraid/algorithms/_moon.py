@@ -87,7 +87,8 @@ def moon(
     Q. Li, B. He, D. Song. Model-Contrastive Federated Learning. CVPR 2021.
 
     features: ``(params, batch) -> activations before the last layer``, one row per example.
-    mu: weight of the contrastive term. tau: its temperature.
+    mu: weight of the contrastive term.
+    tau: temperature of the contrastive term.
 
     >>> alg = moon(lambda params, batch, key: jnp.sum(params**2), lambda params, batch: batch["x"] * params, mu=1.0)
     """

@@ -68,8 +68,10 @@ def pfedme(
 
     C. T. Dinh, N. H. Tran, T. D. Nguyen. Personalized Federated Learning with Moreau Envelopes. NeurIPS 2020.
 
-    lam: weight of the pull; the smaller, the more personal. client_lr: rate of w_i, a step is ``client_lr lam``.
-    personal_lr, inner_steps: rate and number of the steps on theta, for each batch. server_lr: the paper's beta.
+    lam: weight of the proximal term; smaller values give more personal models.
+    client_lr: learning rate of the client's copy w of the global model; a step is ``client_lr lam (w - theta)``.
+    personal_lr, inner_steps: learning rate and number of the steps on the personal model theta, for each batch.
+    server_lr: beta in the paper.
 
     >>> alg = pfedme(lambda params, batch, key: jnp.sum(params**2), lam=5.0, client_lr=0.05)
     """

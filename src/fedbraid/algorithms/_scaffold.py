@@ -106,7 +106,15 @@ def scaffold(
     client_opt_state: Literal["reset", "kept"] = "reset",
     **local: Unpack[LocalOptions],
 ) -> Algorithm:
-    """SCAFFOLD with the control variates of option I or II.
+    """SCAFFOLD: local SGD whose gradients are corrected by control variates, which removes client drift.
+
+    S. P. Karimireddy, S. Kale, M. Mohri, S. J. Reddi, S. U. Stich, A. T. Suresh. SCAFFOLD: Stochastic Controlled
+    Averaging for Federated Learning. ICML 2020. Algorithm 1.
+
+    option: how a client computes its control variate: "II" is the mean of its local gradients, "I" the full gradient
+        at the server's model, which takes one more pass over its data.
+    weighting: weights of the updates: "uniform" or "examples". The control variates always have equal weights.
+    client_lr, server_lr, client_opt, local: as in `fedbraid.fedavg`.
 
     >>> alg = scaffold(lambda params, batch, key: jnp.sum(params**2), client_lr=0.05, steps=10)
     """

@@ -79,7 +79,8 @@ def delta_sgd(
     J. L. Kim, M. T. Toghani, C. A. Uribe, A. Kyrillidis. Adaptive Federated Learning with Auto-Tuned Clients. ICLR
     2024.
 
-    client_lr: the rate of the first step of every round. gamma, delta: see `fedbraid.algorithms.local_smoothness`.
+    client_lr: the rate of the first step of every round.
+    gamma, delta: limits of the rate and of its growth; see `fedbraid.algorithms.local_smoothness`.
 
     >>> alg = delta_sgd(lambda params, batch, key: (params**2).sum())
     """

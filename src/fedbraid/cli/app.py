@@ -6,10 +6,13 @@ import contextlib
 import errno
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
+import click
+import click.exceptions
 import typer
 import typer.core
 from rich.console import Console
@@ -18,9 +21,9 @@ from fedbraid.cli.stopping import catch_sigterm, exit_status
 from fedbraid.start import started
 
 GROUPS = {
-    "theory": "what a method converges to, and how fast",
-    "data": "import, split and inspect data",
-    "deploy": "a real federation through Flower",
+    "theory": "Compute what a method converges to, and how fast, without training.",
+    "data": "List, import, partition, inspect and plot data.",
+    "deploy": "Run an algorithm on separate machines through Flower.",
 }
 COMMANDS = (
     "run",
@@ -40,16 +43,39 @@ COMMANDS = (
 class _Commands(typer.core.TyperGroup):
     """The commands; one that is stopped by Ctrl-C or SIGTERM exits without a message of its own."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        _complete(self)
+
     def invoke(self, ctx: Any) -> Any:
         with _quiet_when_stopped():
             return super().invoke(ctx)
+
+
+def _complete(command: Any) -> None:
+    """Adapt typer below 0.21 to newer clicks, in a command and its sub-commands.
+
+    Click 8.5 deletes the help texts that typer gives to arguments: they are read again from the function. Click 8.4
+    suggests commands itself: typer would repeat the suggestion.
+    """
+    function = inspect.unwrap(command.callback) if command.callback else None
+    hints = get_type_hints(function, include_extras=True) if function else {}
+    for parameter in command.params:
+        if isinstance(parameter, typer.core.TyperArgument) and not parameter.help:
+            infos = getattr(hints.get(parameter.name), "__metadata__", ())
+            parameter.help = next((info.help for info in infos if getattr(info, "help", None)), None)
+    if hasattr(click.exceptions, "NoSuchCommand"):
+        command.suggest_commands = False
+    for inner in getattr(command, "commands", {}).values():
+        _complete(inner)
 
 
 def make_app() -> typer.Typer:
     app = typer.Typer(
         name="fedbraid",
         cls=_Commands,
-        help="Federated optimization: write an algorithm once, simulate, understand, tune, deploy.",
+        help="Train models on the data of many clients (federated learning): simulate, compare, tune and deploy. "
+        "Start with: fedbraid run",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,

@@ -19,7 +19,10 @@ from fedbraid.cli.stopping import exit_status
 
 @with_groups
 def command(
-    config: Annotated[Path | None, typer.Argument(help="TOML file with methods; default: the embedded one")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Argument(help="TOML file with [[methods]] (default: the embedded comparison of five methods)"),
+    ] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="key=value, such as compare.seeds=5")] = None,
     protocol: Annotated[
         str | None,
@@ -86,12 +89,12 @@ def _closing(console: Console, summary: dict[str, Any], folder: Path) -> None:
         console.print(f"Tuned on {summary['tuned_on']}; the test set was not used.")
     for row in summary.get("baselines", ()):
         elsewhere = row.get("everywhere")
-        more = "" if elsewhere is None else f"; on the examples of all clients its model has {elsewhere:.4f}"
+        more = "" if elsewhere is None else f". On all clients' examples its model has {elsewhere:.4f} on average"
         console.print(f"[italic]{row['label']}[/]: {row['about']}{more} ({row['seconds']:.0f} s).", soft_wrap=True)
     edges = [f"{row['label']}: {key.split('.')[-1]}" for row in methods if row["best"] for key in row["at_edge"]]
     if edges:
         console.print(f"[yellow]best at the edge of the grid, try values beyond it: {'; '.join(edges)}[/]")
-    console.print(f"\nsee it: fedbraid report {folder}", soft_wrap=True)
+    console.print(f"\nnext: fedbraid report {folder} --open", soft_wrap=True)
 
 
 def _table(summary: dict[str, Any], methods: list[dict[str, Any]], timed: bool) -> Table:

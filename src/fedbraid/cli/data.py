@@ -10,9 +10,13 @@ import typer
 from rich.console import Console
 
 from fedbraid.cli.groups import with_groups
+from fedbraid.units import format_bytes
 
 app: typer.Typer = typer.Typer(help="Federated data: list, import, partition, inspect, plot.", no_args_is_help=True)
-importing: typer.Typer = typer.Typer(help="Read raw files of a published format into a store.", no_args_is_help=True)
+importing: typer.Typer = typer.Typer(
+    help="Import your own tables or the files of a published data set into a store (a folder that fedbraid reads).",
+    no_args_is_help=True,
+)
 app.add_typer(importing, name="import")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
@@ -27,7 +31,7 @@ Seed = Annotated[int, typer.Option(help="Seed of the shuffle within each client.
 DropEmpty = Annotated[bool, typer.Option("--drop-empty", help="Leave out clients without examples.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing store.")]
 Classes = Annotated[int | None, typer.Option(help="Number of labels; larger labels are refused.")]
-Pixels = Annotated[str, typer.Option(help="uint8 (refused if it would lose information) or keep.")]
+Pixels = Annotated[str, typer.Option(help="uint8 (an error if values would change) or keep (the dtype of the files).")]
 
 
 @app.command("list")
@@ -252,8 +256,8 @@ class Table(NamedTuple):
     """What the columns of a table are; see `fedbraid.data.Columns`."""
 
     client: Annotated[str | None, typer.Option(help="The column that names the client.")] = None
-    label: Annotated[str | None, typer.Option(help="The column that becomes y.")] = None
-    features: Annotated[str | None, typer.Option(help="The columns that become x, separated by commas.")] = None
+    label: Annotated[str | None, typer.Option(help="The column to predict.")] = None
+    features: Annotated[str | None, typer.Option(help="The input columns, separated by commas.")] = None
     categories: Annotated[
         str | None, typer.Option(help="Features to encode as 0/1 columns, one per value, separated by commas.")
     ] = None
@@ -267,7 +271,7 @@ class Table(NamedTuple):
 class Rules(NamedTuple):
     """What is done with the values of a table; see `fedbraid.data.Columns`."""
 
-    task: Annotated[str | None, typer.Option(help="Labels as classes or values (regression).")] = None
+    task: Annotated[str | None, typer.Option(help="classes, or values (regression).")] = None
     missing: Annotated[
         str | None, typer.Option(help="For missing values: error, drop (the row), mean (of training rows), a number.")
     ] = None
@@ -289,10 +293,12 @@ def import_csv(
     into: Into,
     table: Table,
     rules: Rules,
-    delimiter: Annotated[str | None, typer.Option(help="What separates columns; found in the header line.")] = None,
+    delimiter: Annotated[
+        str | None, typer.Option(help="Separator of columns (default: found from the header line).")
+    ] = None,
     seed: Seed = 0,
 ) -> None:
-    """CSV files."""
+    """A CSV table of your own: name the columns of the client and of the label."""
     _import("csv", files, out, into, seed=seed, delimiter=delimiter, **table.chosen(), **rules.chosen())
 
 
@@ -304,7 +310,9 @@ def import_svmlight(
     into: Into,
     rules: Rules,
     client: Annotated[str | None, typer.Option(help="qid, if the queries are the clients.")] = None,
-    dimension: Annotated[int | None, typer.Option(help="Number of features, if it is larger than seen.")] = None,
+    dimension: Annotated[
+        int | None, typer.Option(help="Number of features, if larger than the largest index in the files.")
+    ] = None,
     seed: Seed = 0,
 ) -> None:
     """svmlight (LIBSVM) files."""
@@ -405,7 +413,7 @@ def _step(step: dict[str, Any]) -> list[str]:
 
 
 def _print_summary(summary: dict[str, Any]) -> None:
-    print(f"{summary['name']}: {summary['clients']:,} clients, {summary['bytes'] / 1e6:,.1f} MB")
+    print(f"{summary['name']}: {summary['clients']:,} clients, {format_bytes(summary['bytes'])}")
     for name, split in summary["splits"].items():
         sizes = split["sizes"]
         spread = f"{sizes['min']:,} to {sizes['max']:,} each, median {sizes['median']:,g}"

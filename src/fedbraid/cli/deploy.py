@@ -83,7 +83,7 @@ def check(
     folder: AppFolder = Path(),
     node_config: Annotated[str, typer.Option(help="as for flower-supernode: 'data=\"/path.npz\" partition-id=0'")] = "",
     address: Annotated[
-        str | None, typer.Option(help="host:port for the nodes: also check that strangers can do nothing there")
+        str | None, typer.Option(help="host:port for the nodes: also check that only registered nodes are served there")
     ] = None,
     root_certificates: Authority = None,
     json: Json = False,

@@ -13,9 +13,9 @@ from rich.console import Console
 def command(
     run: Annotated[Path, typer.Argument(help="run folder, of a simulated or a deployed run")],
     file: Annotated[Path, typer.Argument(help="file to write: NAME.safetensors or NAME.npz")],
-    best: Annotated[bool, typer.Option("--best", help="the best evaluation's parameters, not the last")] = False,
+    best: Annotated[bool, typer.Option("--best", help="parameters of the best evaluation instead of the last")] = False,
     merged: Annotated[
-        bool, typer.Option("--merged", help="all weights of a model with LoRA's adapters, with the adapters added")
+        bool, typer.Option("--merged", help="for a model with LoRA adapters: all weights, with the adapters added")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")] = False,
 ) -> None:

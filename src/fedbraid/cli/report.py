@@ -17,7 +17,9 @@ def command(
     ] = None,
     title: Annotated[str | None, typer.Option(help="heading of the page")] = None,
     drift: Annotated[int, typer.Option(help="repeat this many first rounds of single runs, to show client drift")] = 0,
-    plots: Annotated[bool, typer.Option("--plots/--no-plots", help="also write every plot as PNG and PDF")] = True,
+    plots: Annotated[
+        bool, typer.Option("--plots/--no-plots", help="whether to write every plot as PNG and PDF, too")
+    ] = True,
     to: Annotated[
         list[str] | None, typer.Option("--to", help="also send the runs to tensorboard:FOLDER or mlflow:URI")
     ] = None,

@@ -30,7 +30,9 @@ class Search(NamedTuple):
     seeds: Annotated[int | None, typer.Option(help="tuning seeds per point")] = None
     search: Annotated[str | None, typer.Option(help="grid, random or adaptive (optuna)")] = None
     trials: Annotated[int | None, typer.Option(help="points of a random or adaptive search")] = None
-    halving: Annotated[int | None, typer.Option(help="successive halving: keep one point in this many per rung")] = None
+    halving: Annotated[
+        int | None, typer.Option(help="successive halving: after each stage, continue with one of this many points")
+    ] = None
     metric: Annotated[str | None, typer.Option(help="metric to compare by: accuracy, loss, train/loss ...")] = None
     better: Annotated[
         str | None, typer.Option(help="higher or lower, for a metric that does not declare its direction")
@@ -71,8 +73,13 @@ class Workers(NamedTuple):
 
 @with_groups
 def command(
-    config: Annotated[Path | None, typer.Argument(help="TOML file, with a sweep section or without")] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="key=value of the configuration")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Argument(help="TOML file, with or without a [sweep] section (default: the embedded configuration)"),
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value, such as algorithm.name=fedprox; may be repeated")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="folder to make (default: runs/sweep-NAME-TIME)")] = None,
     resume: Annotated[Path | None, typer.Option(help="folder of a stopped sweep to continue")] = None,
     *,

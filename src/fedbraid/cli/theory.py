@@ -13,7 +13,9 @@ from fedbraid.cli.finite_json import print_json
 if TYPE_CHECKING:
     from fedbraid.theory import QuadraticFederation
 
-app: typer.Typer = typer.Typer(help="What local update methods converge to, and how fast.", no_args_is_help=True)
+app: typer.Typer = typer.Typer(
+    help="Compute what a method converges to, and how fast, without training.", no_args_is_help=True
+)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Write a figure (.png, .pdf or .svg).")]
@@ -310,7 +312,10 @@ def worst_case_command(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """The exact worst case of a method over all smooth convex clients; without --algorithm, of all beside theorems."""
+    """The exact worst case of a method over all smooth convex clients.
+
+    Without --algorithm: a table of the worst cases of several methods beside the published theorems.
+    """
     from fedbraid.theory.published_rates import Comparison, compare, compare_rates
 
     common = {"mu": mu, "smoothness": smoothness, "clients": clients}

@@ -1,4 +1,4 @@
-"""The one abstraction: a federated algorithm is a short, fixed tuple of exchanges.
+"""What a federated algorithm is: a short, fixed tuple of exchanges between the server and its clients.
 
 In an exchange the server sends one message to a cohort, each client computes an upload from it, its own state and its
 own data, the uploads are reduced, and the server updates its state with the result. Everything is a pure function over

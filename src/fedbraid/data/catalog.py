@@ -12,6 +12,7 @@ Every set takes these options, and those of its partition:
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -58,8 +59,11 @@ def load(name: str, **options: Any) -> FederatedData:
     if name not in CATALOG and Path(name).exists():
         entry = Entry(_from_path, {"path": name}, "a store")
     elif name not in (known := NAMES.all()) and not is_reference(name):
+        near = difflib.get_close_matches(name, known, n=1)
+        guess = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(
-            f"unknown data set {name!r}; name a store's folder, module:loader or one of: {', '.join(known)}"
+            f"unknown data set {name!r}; {guess}A name is the folder of a store, module:function, or one of: "
+            f"{', '.join(known)}"
         )
     else:
         found = NAMES.find(name)

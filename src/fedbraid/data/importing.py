@@ -34,7 +34,7 @@ __all__ = ["FORMATS", "Report", "import_data", "open_source", "sniff"]
 
 NO_TEST = (
     "no test split, so runs on this data have nothing to evaluate on; hold out a part of each client's rows with "
-    "test_fraction = 0.2 (under [data] in a configuration, or when the data is made)"
+    "test_fraction = 0.2 (in [data] of a configuration, as an argument in Python, or --test-fraction 0.2 of an import)"
 )
 
 

@@ -210,8 +210,10 @@ def _features(table: Any, columns: Columns, source: object) -> list[str]:
         held = "text" if is_text(kind) else str(kind)
         example = next((v.as_py() for v in table.column(name) if v.is_valid), None)
         raise ValueError(
-            f"{source}: column {name!r} holds {held} (such as {str(example)[:40]!r}), where x needs numbers; name it "
-            "in categories to encode it, or name the features without it"
+            f"{source}: column {name!r} holds {held} (such as {str(example)[:40]!r}), but features must be numbers. "
+            "Add it to categories to encode it as 0/1 columns, or list the features without it (on the command line: "
+            f"--categories {name}, or --features)"
+            + ("" if columns.client else "; if it says whom a row belongs to, name it as the client (--client)")
         )
     return names
 
@@ -305,10 +307,11 @@ def _dropped(gaps: Mapping[str, np.ndarray], columns: Columns, rows: int, source
         if columns.missing == "drop":
             out |= missing
         elif missing.any() and (always or columns.missing == "error"):
-            rule = 'missing = "drop"' if always else 'missing = "drop", "mean" or a number'
+            rule = '"drop"' if always else '"drop", "mean" or a number'
             raise ValueError(
                 f"{source}: column {name!r} lacks {int(missing.sum()):,} of {rows:,} values, first in row "
-                f"{int(np.argmax(missing))}; fill them, or set {rule}"
+                f"{int(np.argmax(missing))} (counted from 0, without the header); fill them, or set missing (on the "
+                f"command line --missing) to {rule}"
             )
     if out.all():
         raise ValueError(f"{source}: no rows are left")

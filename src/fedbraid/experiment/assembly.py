@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +173,7 @@ def assemble(config: Config, about: DataDescription | FederatedData) -> Experime
     model = _with_metrics(config, model, data)
     if data is not None:
         _named("data", config.data, lambda **_: check_targets(model, data))
+        model = model._replace(metrics=replace(as_metrics(model.metrics), check=None))  # done
     context: dict[str, Callable[[], Any]] = {
         "loss": lambda: model.loss,
         "outputs": lambda: lambda params, batch: model.predict(params, batch["x"]),
@@ -281,7 +282,7 @@ def _call(
     options = options_of(found.thing, skip=tuple(offered))
     for key in named.options:
         if key not in options:
-            raise ConfigError(unknown(f"option of {section} {named.name!r}:", key, options))
+            raise ConfigError(unknown(f"option of {section} {named.name!r}:", key, [*options, "name"]))
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in named.options.items()}
     return _named(section, named, lambda **_: names.call(found, given, offered))
 

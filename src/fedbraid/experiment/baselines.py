@@ -236,17 +236,14 @@ def _about(plan: _Plan, data: FederatedData) -> str:
     options, rounds = plan.config.algorithm.options, plan.config.rounds
     if plan.kind == "pooled":
         return (
-            f"all training examples on one machine: {rounds * options['steps']:,} steps on batches of "
-            f"{options['batch_size']:,}; tested like a method"
+            f"one machine trains on all training examples: {rounds * options['steps']:,} steps on batches of "
+            f"{options['batch_size']:,}"
         )
     models = plan.final.train.num_clients
     some = (
         f" ({models} of {data.train.num_clients:,} clients, drawn at random)" if models < data.train.num_clients else ""
     )
-    return (
-        f"each client alone{some}: {rounds:,} rounds of its own local steps; each test example is judged by the model "
-        "of its own client"
-    )
+    return f"each client{some} trains alone, for {rounds:,} rounds of local steps, and is tested on its own examples"
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------

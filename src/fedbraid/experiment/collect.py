@@ -103,7 +103,7 @@ def collect(folders: Sequence[Path], *, drift: int = 0, live: bool = False) -> C
             runs.append(_read_going_on(folder) if going_on else _read_run(folder, folder.name, drift))
             commands.append(f"fedbraid run {folder / runfolder.CONFIG}")
         elif not folder.exists():
-            raise ConfigError(f"{folder} does not exist")
+            raise ConfigError(f"{folder} does not exist; name the folder of a run, a sweep or a comparison")
         else:
             raise ConfigError(
                 f"{folder} is not the folder of a run, a sweep or a comparison: it has no {runfolder.CONFIG}, {SWEEP} "

@@ -41,12 +41,12 @@ Protocol = Literal["rounds", "client-communication", "total-communication"]
 class Method(BaseModel):
     """One entry of ``[[methods]]``: an algorithm with its options, and the grid it is tuned over.
 
-    name: of the algorithm; other keys are its options.
+    name: name of the algorithm; other keys are its options.
     label: what tables and pictures call it; default: its name.
     over: the options that are tuned, each with its values.
-    transforms: those of this method; default: those of the configuration.
-    asynchrony: the section of that name, of this method; default: that of the configuration.
-    rounds [rounds]: of this method, such as the server steps of FedBuff; default: those of the configuration.
+    transforms: transforms of this method; default: those of the configuration.
+    asynchrony: section [asynchrony] of this method; default: that of the configuration.
+    rounds [rounds]: number of rounds (for FedBuff: server steps) of this method; default: that of the configuration.
     """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow", frozen=True)
@@ -71,8 +71,8 @@ class CompareSettings(BaseModel):
     better: the direction of the metric; default: as the metric declares.
     last [rounds]: number of last rounds that a result averages over.
     target [that of the metric]: if given, the table has the rounds and bytes to this value.
-    drift [rounds]: whose local steps are recorded; 0: none.
-    baselines: rows beside the methods, of clients alone and of pooled data.
+    drift [rounds]: number of first rounds in which client drift is recorded; 0: none.
+    baselines: baselines in the table: "local" (each client alone), "pooled" (one machine with all data).
     """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", frozen=True)

@@ -8,8 +8,10 @@ value, the allowed values and the nearest valid name.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,6 +41,8 @@ SEEDS = 2**63  # seeds are 64-bit integers
 MOST_ROUNDS = 10**9  # at a thousand rounds per second this takes eleven days
 _SHOWN = 200  # characters of a value in an error message
 _LINE = 2000  # characters of a line
+_LISTED = 8  # files in an error message
+_KIND = re.compile(r"(constrained-|function-|literal\[|tuple\[|list\[|dict\[)|(int|str|float|bool|none)$")
 
 
 class ConfigError(ValueError):
@@ -69,10 +73,10 @@ class Named(BaseModel):
 class Arrival(_Section):
     """Which uploads arrive, in a simulation.
 
-    drop [share]: uploads that are lost, at random.
+    drop [share]: share of the uploads that are lost, at random.
     deadline [seconds]: uploads that take longer are lost; none: the server waits for all. The time of a client is its
         latency plus that of its local steps.
-    seconds_per_step [seconds]: of a client, for one local step.
+    seconds_per_step [seconds]: time that a client needs for one local step.
     latency_median [seconds]: the median of the clients' latencies, which are log-normal.
     latency_sigma [standard deviation of the logarithm]: how much the latencies differ.
     """
@@ -89,9 +93,9 @@ class Attack(_Section):
 
     They are drawn with a separate seed, so they are the same for every seed of a comparison.
 
-    share [share]: clients that attack.
+    share [share]: share of the clients that attack.
     factor [times the upload]: what an attacker sends; -1 flips the sign of the upload.
-    seed [number]: which clients attack.
+    seed [number]: seed that chooses the attackers.
     """
 
     share: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -102,7 +106,7 @@ class Attack(_Section):
 class Evaluation(_Section):
     """Evaluation on the test split.
 
-    every [rounds]: from one evaluation to the next; the last round is always evaluated.
+    every [rounds]: rounds between two evaluations; the last round is always evaluated.
     metrics: further metrics, "f1" or "auc" for classes, "r2" for values.
     """
 
@@ -113,7 +117,7 @@ class Evaluation(_Section):
 class Checkpoint(_Section):
     """What a run saves, so that it can be continued.
 
-    every [rounds]: from one checkpoint to the next.
+    every [rounds]: rounds between two checkpoints.
     best: also keep the parameters of the best evaluation, by the metric of [stop].
     """
 
@@ -127,7 +131,7 @@ class Stop(_Section):
     metric: the column of the evaluations, such as "test_accuracy".
     target [that of the metric]: end when the metric reaches this value and keeps it: an evaluation is at the target or
         better, and so is the mean of that evaluation and the ``keep - 1`` evaluations after it.
-    keep [evaluations]: over which the target must be kept.
+    keep [evaluations]: number of evaluations over which the target must be kept.
     patience [evaluations]: end when the best value is this many evaluations old.
     """
 
@@ -149,16 +153,16 @@ class Track(_Section):
 class Config(_Section):
     """One run.
 
-    seed [number]: all random numbers of the run follow from it.
-    rounds [rounds]: how long the run trains.
-    cohort [clients]: how many take part in a round; "all": every client in every round.
+    seed [number]: the seed of all random numbers of the run.
+    rounds [rounds]: number of rounds to train.
+    cohort [clients]: number of clients that take part in a round; "all": every client in every round.
     data: the data set and how it is divided; other keys are options of the data set and of its partition.
     model: the model; other keys are its options.
     algorithm: the method; other keys are its options. Without a name it is FedACG, which has the best default rates of
-        all methods in the benchmark of advice; name = "fedavg" gives FedAvg.
+        all methods in docs/advice-benchmark.md; name = "fedavg" gives FedAvg.
     transforms: changes of the method, the first one innermost; other keys of an entry are its options.
-    modules: the folder in which modules of names of the form ``module:attribute`` are searched, besides the installed
-        ones. It is the folder of the configuration file, and is set only if the file has such a name.
+    modules: the folder in which your own modules (names of the form ``module:attribute``) are searched, besides the
+        installed ones. Default: the folder of the configuration file.
     """
 
     seed: Annotated[int, Field(ge=0, lt=SEEDS)] = 0
@@ -191,16 +195,9 @@ def load_config(path: Path | None = None, settings: Sequence[str] = ()) -> Confi
 
 def read_tree(path: Path | None = None, settings: Sequence[str] = ()) -> dict[str, Any]:
     """A TOML file as nested mappings, changed by ``key.path=value`` settings; it is not checked yet."""
-    tree: dict[str, Any] = {}
-    if path is not None:
-        try:
-            tree = tomllib.loads(path.read_text())
-        except OSError as error:
-            raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
-        except ValueError as error:  # also of the encoding, and of numbers with thousands of digits
-            raise ConfigError(f"{path} is not valid TOML: {error}") from None
-        except RecursionError:
-            raise ConfigError(f"{path} is not valid TOML: it is nested too deeply") from None
+    for setting in settings:  # before the file: of `--set KEY VALUE`, VALUE is taken for the name of the file
+        _parts_of(setting)
+    tree = {} if path is None else _read(path)
     for setting in settings:
         _apply(tree, setting)
     beside = Path.cwd() if path is None else path.absolute().parent
@@ -209,6 +206,49 @@ def read_tree(path: Path | None = None, settings: Sequence[str] = ()) -> dict[st
     elif folder is None and any(map(is_reference, _names_in(tree))):
         tree["modules"] = str(beside)
     return tree
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A TOML file as nested mappings. Errors name the file, the line and the next step."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        raise ConfigError(f"cannot read the configuration {path}: {_missing(path)}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
+    except ValueError as error:  # of the encoding
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:  # also of numbers with thousands of digits
+        raise ConfigError(f"{path} is not valid TOML: {error}{_toml_hint(text, str(error))}") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is not valid TOML: it is nested too deeply") from None
+
+
+def _missing(path: Path) -> str:
+    """What a message says about a configuration file that does not exist: the files that are there."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f"the folder {folder} does not exist"
+    there = sorted(file.name for file in folder.glob("*.toml"))
+    near = difflib.get_close_matches(path.name, there, n=1, cutoff=0.75)
+    guess = f"; did you mean {near[0]}?" if near else ""
+    listed = ", ".join(there[:_LISTED]) + (", ..." if len(there) > _LISTED else "")
+    return f"the file does not exist{guess} ({f'TOML files there: {listed}' if there else 'no TOML file is there'})"
+
+
+def _toml_hint(text: str, error: str) -> str:
+    """The line in which a TOML file is wrong, and what is usually the cause."""
+    place = re.search(r"at line (\d+)", error)
+    lines = text.splitlines()
+    if place is None or not 0 < int(place[1]) <= len(lines):
+        return ""
+    line = lines[int(place[1]) - 1].strip()
+    usual = (
+        '; write text in quotes, such as name = "digits"' if "Invalid value" in error and not line.endswith("=") else ""
+    )
+    return f": {_short(line)}{usual}"
 
 
 def _names_in(tree: Any) -> Iterator[str]:
@@ -261,25 +301,36 @@ def _not_a_truth_value(key: str, value: bool) -> str:
 
 def sentences(error: ValidationError, model: type[BaseModel], section: str = "") -> str:
     """The errors in the input of a model, one line per key; ``section`` is the section that holds the model's keys."""
-    return "\n".join(_sentence(one, model, section) for one in error.errors())
+    alternatives: dict[str, list[Mapping[str, Any]]] = {}  # of a key that may have values of several kinds
+    for one in error.errors():
+        alternatives.setdefault(".".join(map(str, _location(one))), []).append(one)
+    return "\n".join(_sentence(several, model, section) for several in alternatives.values())
+
+
+def _parts_of(setting: str) -> tuple[str, str]:
+    """The key and the value of a ``key=value`` setting."""
+    key, equals, text = setting.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(
+            f"a setting has the form key=value, without spaces, such as algorithm.client_lr=0.05; got {setting!r}"
+        )
+    return key.strip(), text
 
 
 def _apply(tree: dict[str, Any], setting: str) -> None:
-    key, equals, text = setting.partition("=")
-    if not equals or not key.strip():
-        raise ConfigError(f"a setting reads key=value, such as algorithm.client_lr=0.05; got {setting!r}")
-    *parents, last = key.strip().split(".")
+    key, text = _parts_of(setting)
+    *parents, last = key.split(".")
     here = tree
     for part in parents:
         here = here.setdefault(part, {})
         if not isinstance(here, dict):
-            raise ConfigError(f"{key.strip()!r}: {part!r} is a value, not a section")
+            raise ConfigError(f"{key!r}: {part!r} is a value, not a section")
     try:
         here[last] = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         here[last] = text.strip()  # a bare word is a string
     except (ValueError, RecursionError):
-        raise ConfigError(f"{key.strip()}: the value {_short(text)} is too long or nested too deeply") from None
+        raise ConfigError(f"{key}: the value {_short(text)} is too long or nested too deeply") from None
 
 
 def _short(text: str) -> str:
@@ -297,8 +348,33 @@ def _fields_at(model: Any, location: Sequence[Any]) -> list[str]:
     return list(model.model_fields)
 
 
-def _sentence(error: Mapping[str, Any], model: type[BaseModel], section: str) -> str:
-    location = [part for part in error["loc"] if isinstance(part, str | int)]
+def _location(error: Mapping[str, Any]) -> list[str | int]:
+    """The path of a key. Pydantic adds the kind of value that it tried, such as ``constrained-int``: left out."""
+    return [part for part in error["loc"] if not (isinstance(part, str) and _KIND.match(part))]
+
+
+# What is allowed, by pydantic's type of an error; its own message ("input should be a valid tuple") names Python types.
+_ALLOWED = {
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "string_type": "text in quotes",
+    "tuple_type": 'a list in brackets, such as ["a", "b"]',
+    "list_type": 'a list in brackets, such as ["a", "b"]',
+}
+
+
+def _allowed(error: Mapping[str, Any]) -> str:
+    message = _ALLOWED.get(error["type"]) or error["msg"].lower().removeprefix("input should be ")
+    return message if message.startswith("input") else f"must be {message}"
+
+
+def _sentence(errors: Sequence[Mapping[str, Any]], model: type[BaseModel], section: str) -> str:
+    error, location = errors[0], _location(errors[0])
     before = [section] if section else []
     key = ".".join(map(str, [*before, *location]))
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):  # of a section, of engine options
@@ -307,7 +383,8 @@ def _sentence(error: Mapping[str, Any], model: type[BaseModel], section: str) ->
     given = _short(json.dumps(error["input"], default=str))
     if error["type"] == "value_error":  # raised by our own check: its message is complete
         return f"{key} = {given}: {error['msg'].removeprefix('Value error, ')}"
-    return f"{key} = {given}: {error['msg'].lower()}"
+    allowed = [_allowed(one) for one in errors]
+    return f"{key} = {given}: {' or '.join([allowed[0], *(one.removeprefix('must be ') for one in allowed[1:])])}"
 
 
 def dump(config: Config) -> str:

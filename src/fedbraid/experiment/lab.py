@@ -44,13 +44,13 @@ class SweepSettings(BaseModel):
 
     over: the keys that are tried, each with its values, such as "logspace(-2, 0, 5)" or a list.
     search: "grid" tries all combinations, "random" draws points, "adaptive" lets optuna choose the next ones.
-    trials [points]: of a random or adaptive search; default: 32.
-    batch [points]: that an adaptive search asks for at a time.
+    trials [points]: number of points of a random or adaptive search; default: 32.
+    batch [points]: number of points that an adaptive search tries at a time.
     halving [points]: eta of successive halving; each rung keeps one point in eta. None: all points run to the end.
     seeds [seeds]: number of tuning seeds per point.
     seed [number]: the first of the tuning seeds.
-    validation [share]: of every client's training examples, held out for the scores; default: the data's own validation
-        split, or 0.2.
+    validation [share]: share of every client's training examples that is held out for the scores; default: the data's
+        own validation split, or 0.2.
     metric: what points are judged by; default: the accuracy if there is one, else the loss.
     better: the direction of the metric; default: as the metric declares.
     last [rounds]: number of last rounds that the score averages over.

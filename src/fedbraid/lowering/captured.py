@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from fedbraid.core import is_traced
 
-__all__ = ["LARGE", "Program", "captured_bytes", "jit"]
+__all__ = ["LARGE", "Program", "captured_bytes", "inlined", "jit"]
 
 COMPILER = "compiler_options"
 LARGE = 1 << 16  # bytes of the smallest array that becomes an argument; XLA may fold smaller ones
@@ -36,6 +36,15 @@ def jit(function: Callable, *, sharding: Any = None, static_argnums: tuple[int, 
     ((100,), False)
     """
     return Program(function, sharding, tuple(static_argnums), options)
+
+
+def inlined(function: Callable) -> Callable:
+    """``function``, traced once for several uses inside a program.
+
+    From jax 0.11 on, arrays that a jitted function captures stay its constants, although it is inlined, and `jit` does
+    not see them. There the function is traced for every use.
+    """
+    return jax.jit(function, inline=True) if jax.__version_info__ < (0, 11) else function
 
 
 class Program:

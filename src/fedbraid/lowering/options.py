@@ -35,15 +35,15 @@ class LoweringOptions:
 
     convolutions: "fast" rewrites the convolutions and max pools of any model as matrix products and reshapes;
         "native" leaves them to XLA.
-    precision: of the factors of the clients' matrix products, on a GPU. "default" is jax's own: TF32 on NVIDIA's GPUs,
-        float32 on a CPU. A CPU computes all products in float32. Sums are always float32. "bfloat16" also stores the
+    precision: number format of the factors of clients' matrix products on a GPU. "default" is jax's own: TF32 on
+        NVIDIA's GPUs. A CPU computes all products in float32. Sums are always float32. "bfloat16" also stores the
         values between layers in bfloat16 on NVIDIA's GPUs.
     matrices: "grown" stores a client's weight matrix as the server's matrix plus the rows that its steps added, if the
         plan is lanes and the program of a step allows it. "whole" never does this. "auto" does it on a GPU if it saves
         memory traffic.
     remat: "layers" computes the inside of loops over layers (``lax.scan``) again for the gradient, and stores only what
         the loops carry: less memory, about a third more time. "none" stores what gradients need.
-    microbatch [examples]: computes the gradient of a batch in parts of at most so many examples, one after the other,
+    microbatch [examples]: computes the gradient of a batch in parts of at most this many examples, one after the other,
         and adds them: less memory. The loss must be a mean over the examples of a batch. None takes whole batches.
 
     >>> LoweringOptions(convolutions="native").precision

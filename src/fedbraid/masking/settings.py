@@ -17,14 +17,15 @@ WEIGHTS = 2.0**24  # least bound of weights and of weighted metrics; they always
 
 @dataclass(frozen=True)
 class Secure:
-    """Settings of secure aggregation: the server learns sums over at least ``threshold`` clients, nothing below.
+    """Settings of secure aggregation: the server learns only sums over at least ``threshold`` clients.
 
-    clients [clients]: asked in a round (the cohort). More never take part, so that sums do not wrap.
-    threshold [clients]: that must stay until the end of an exchange; more than half of ``clients``. Default: more than
-        two thirds.
-    bits [bits]: of a masked entry, 64 or 32. With 32, choose a small ``bound``.
-    bound [number]: the largest absolute value of an entry of an upload times its weight. A client whose upload has a
-        larger entry sends none.
+    clients [clients]: number of clients that are asked in a round (the cohort). The range of the sums is chosen for
+        this number, so no more clients take part.
+    threshold [clients]: number of clients that must stay until the end of an exchange; more than half of ``clients``.
+        Default: more than two thirds.
+    bits [bits]: size of a masked entry: 64 or 32. With 32, choose a small ``bound``.
+    bound [number]: the largest absolute value that an entry of an upload times its weight may have. A client with a
+        larger entry sends no upload.
 
     >>> secure = Secure(clients=5)
     >>> secure.threshold, secure.codec.unit < 1e-11, Secure(clients=5, bits=32, bound=8.0).codec.unit < 1e-7

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from fedbraid.local import APPLIES_MASK, HEAD, NORM, STATISTICS, WEIGHTS, Statistics
 from fedbraid.metric import Metric, Metrics, declared_by, declares
-from fedbraid.models.targets import Targets
+from fedbraid.models.targets import Targets, check_targets
 
 Array = jax.Array
 Batch = Mapping[str, Any]
@@ -152,9 +152,10 @@ def supervised(
     setattr(loss, NORM, norm)
     if normalised is not None:
         setattr(loss, STATISTICS, Statistics(normalised.statistics, update))
-    declared = Metrics(metrics, declared_by(per_example))
+    declared = Metrics(metrics, declared_by(per_example), lambda data: check_targets(model, data))
     represent = features and (lambda params, x: features(params, x, None))
-    return Model(init, loss, declared, lambda params, x: apply(params, x, None), targets, represent)
+    model = Model(init, loss, declared, lambda params, x: apply(params, x, None), targets, represent)
+    return model
 
 
 @declares(LOSS, ACCURACY)

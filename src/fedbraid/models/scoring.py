@@ -55,7 +55,8 @@ def with_metrics(model: Model, names: Sequence[str], *, centre: float = 0.0) -> 
             found |= extra(outputs, y, mask)
         return found
 
-    return model._replace(metrics=Metrics(metrics, (*declared_by(as_metrics(model.metrics)), *declared)))
+    own = as_metrics(model.metrics)
+    return model._replace(metrics=Metrics(metrics, (*declared_by(own), *declared), own.check))
 
 
 def _f1(centre: float) -> Metrics:

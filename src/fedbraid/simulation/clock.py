@@ -35,14 +35,14 @@ class Clock:
     ``latency + bytes down / bandwidth_down + (steps * seconds_per_step + examples * seconds_per_example) * slowness *
     jitter + bytes up / bandwidth_up`` seconds. Random values are log-normal: a median times ``exp(sigma * normal)``.
 
-    seconds_per_step [seconds]: of a typical client, for one local step; from 0.
-    seconds_per_example [seconds]: of a typical client, for one example of a batch; from 0.
+    seconds_per_step [seconds]: time of a typical client for one local step; from 0.
+    seconds_per_example [seconds]: time of a typical client for one example of a batch; from 0.
     speed_sigma [sigma]: spread of the slowness of clients, which is drawn once per client; from 0.
     jitter_sigma [sigma]: spread of the duration of the same work on the same client, drawn for every piece of work.
-    latency [seconds]: per exchange, for both ways together; it does not depend on the size of messages.
+    latency [seconds]: latency of an exchange, both ways together; it does not depend on the size of messages.
     latency_sigma [sigma]: spread of the latency.
-    bandwidth_down [bytes per second]: from the server to a client, above 0; None sends in no time.
-    bandwidth_up [bytes per second]: from a client to the server, above 0; None sends in no time.
+    bandwidth_down [bytes per second]: bandwidth from the server to a client, above 0; None: sending takes no time.
+    bandwidth_up [bytes per second]: bandwidth from a client to the server, above 0; None: sending takes no time.
     bandwidth_sigma [sigma]: spread of the bandwidths of clients.
     availability: "always", "day-night", or the path of a CSV file with the columns client, start and end (seconds).
     day [seconds]: length of a day, for "day-night".
@@ -121,7 +121,8 @@ class Devices(NamedTuple):
         """
         ends = time + self.seconds(exchange, round_, ids)
         leaves = self.available.until(ids, time)
-        return np.minimum(ends, leaves), (ends <= leaves) & ~self.fails(exchange, round_, ids)
+        fails = self.fails(exchange, round_, ids)
+        return np.minimum(ends, leaves), (ends <= leaves) & np.logical_not(fails)
 
 
 def devices_of(clock: Clock, seed: int, exchanges: tuple[Exchange, ...], split: Split, traffic: Cost) -> Devices:

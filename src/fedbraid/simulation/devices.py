@@ -41,7 +41,7 @@ def cores() -> int:
 def use_cores(count: int | None = None) -> int:
     """Make jax show ``count`` host devices (default: one per core), so that each core trains its own client.
 
-    Call it before jax uses a device; later it has no effect, which is said. Returns the number of devices.
+    Call it before jax uses a device. A later call has no effect, and a notice says so. Returns the number of devices.
     """
     wanted = cores() if count is None else count
     if wanted > max(DEVICES, cores()):

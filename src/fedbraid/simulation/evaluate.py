@@ -90,7 +90,8 @@ def metrics_of(metrics: Callable, params: Any, split: Split) -> tuple[Metric, ..
     >>> metrics_of(lambda params, batch: {"loss": (batch["x"] * params, batch["mask"])}, 1.0, split)
     (Metric(name='loss', better='lower'),)
     """
-    batch = {name: jax.ShapeDtypeStruct((PROBE, *a.shape[1:]), a.dtype) for name, a in split.arrays.items()}
+    canonical = jax.dtypes.canonicalize_dtype
+    batch = {name: jax.ShapeDtypeStruct((PROBE, *a.shape[1:]), canonical(a.dtype)) for name, a in split.arrays.items()}
     batch[MASK] = jax.ShapeDtypeStruct((PROBE,), jnp.result_type(float))
     declared = declared_by(metrics)
     found = jax.eval_shape(partial(_of_batch, metrics, split.preprocess), params, batch)

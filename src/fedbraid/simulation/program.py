@@ -94,7 +94,7 @@ class _Rounds:
         def at(i: Any) -> tuple:
             return jax.tree.map(lambda leaf: leaf[i], slots)
 
-        one = jax.jit(self.one, inline=True)  # traced once, for the shapes and for the loop
+        one = captured.inlined(self.one)  # for the shapes and for the loop
         length = len(slots[0].ids)
         shapes = jax.eval_shape(one, server, states, arrays, at(0), first, seed_key)[2]
         log = {name: jnp.zeros((length, *s.shape), s.dtype) for name, s in shapes.items()}
@@ -191,7 +191,7 @@ class _Rounds:
 
 def _sequential(shared: SharedInputs, gather: bool, states: PyTree) -> tuple[Tally, PyTree]:
     """One client after the other. The number of clients and of each client's steps are dynamic."""
-    run = jax.jit(shared.run, inline=True)  # traced once, for the shapes and for the loop
+    run = captured.inlined(shared.run)  # for the shapes and for the loop
     shapes = jax.eval_shape(run, 0, jax.tree.map(lambda leaf: leaf[0], states))
 
     def body(j: Any, carry: tuple[Tally, PyTree]) -> tuple[Tally, PyTree]:

@@ -74,8 +74,8 @@ class Info:
 class Result:
     """A finished run. Under ``jax.vmap`` the first axis of every array is the mapped one.
 
-    history: columns with one entry per round. evaluations: columns with one entry per evaluated round; the column
-    ``round`` says which.
+    history: columns with one entry per round.
+    evaluations: columns with one entry per evaluation; the column ``round`` has the number of the round.
     """
 
     params: PyTree

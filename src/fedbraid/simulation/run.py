@@ -16,6 +16,7 @@ from fedbraid.core import Algorithm, check_count
 from fedbraid.costs import Cost, cost, data_shapes
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.lowering import lower_metrics, notice_unmet
+from fedbraid.metric import as_metrics
 from fedbraid.notices import notice
 from fedbraid.simulation import checkpoint, hosts
 from fedbraid.simulation.arrival import Arrival, everyone
@@ -66,8 +67,9 @@ def simulate(
 
     metrics: ``(params, batch) -> {name: (sums, weights)}``, evaluated on ``data.test`` every ``eval_every`` rounds
         (default: at the end only) and after the last. Use :class:`fedbraid.Metrics` for names that are not well known.
-        If the algorithm has an own model for every client (``personal``) and ``data.test`` has the same clients, the
-        own models are evaluated too, each on its client's test examples: columns such as ``test_personal_accuracy``.
+        If the algorithm gives every client a model of its own (``personal``) and ``data.test`` has the same clients,
+        these personal models are evaluated, too, each on its client's test examples: columns such as
+        ``test_personal_accuracy``.
     arrival: which uploads arrive.
     clock: the devices of the clients; the history then has a column ``simulated_seconds``.
     asynchrony: when the server takes a step, such as ``fedbuff(10)``; default: after a round of all clients. A round
@@ -100,6 +102,9 @@ def simulate(
         if task.data.test is None:
             raise ValueError("metrics were given, but the data has no test split to evaluate them on")
         metrics_of(metrics, params, task.data.test)  # refuses a metric whose direction is unknown
+        check = as_metrics(metrics).check
+        if check is not None:
+            check(task.data)  # refuses labels that the model does not have
     with recorded_losses() as losses:
         traffic = cost(alg, params, task.data)  # also checks the structure of the algorithm, before anything compiles
     check_padding(losses, alg, params, task.data.train)
@@ -175,6 +180,11 @@ class _Judged:
 
 def federated_data(data: FederatedData | Split) -> FederatedData:
     """Federated data, checked. A split becomes the training split of federated data."""
+    if not (isinstance(data, FederatedData) or hasattr(data, "offsets")):  # a mapping of parameters, say
+        raise ValueError(
+            f"data must be a FederatedData or a Split, got a {type(data).__name__}; the order of arguments is "
+            "simulate(algorithm, params, data, ...)"
+        )
     federated = data if isinstance(data, FederatedData) else FederatedData(data)
     federated.check()
     return federated

@@ -1,4 +1,4 @@
-"""The laws of this library's algorithms, for yours: one call in a test.
+"""Property tests (laws) that every algorithm of this library passes, for your own algorithms: one call in a test.
 
 from fedbraid.testing import check
 

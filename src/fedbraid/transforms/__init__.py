@@ -1,4 +1,4 @@
-"""Transforms, ``Algorithm -> Algorithm``: they can be stacked, and the result is used like any algorithm."""
+"""Transforms: functions ``Algorithm -> Algorithm`` for privacy, compression and robustness. They can be stacked."""
 
 from collections.abc import Callable, Mapping
 
