@@ -28,6 +28,7 @@ from workloads import WORKLOADS
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
+PICTURE = HERE.parent / "docs" / "images" / "benchmarks.svg"
 CPU, GPU = HERE / "results" / "two-cores.json", HERE / "results" / "h200.json"
 PROGRAMS = HERE / "results" / "h200-programs.json"
 SLOWER, SLOWER_GPU = 0.10, 0.05  # shares by which a number may be worse than the published one
@@ -256,6 +257,44 @@ def cpu_tables(found: dict[str, Any]) -> str:
     return record.markdown(heads, first) + "\n\n" + record.markdown(more, second)
 
 
+def picture(found: dict[str, Any]) -> str:
+    """Bars of the peers' times of a round, divided by fedbraid's time in the same run, as SVG."""
+    left, wide, row, gap = 190, 520, 22, 14
+    bars = {label: found["speed"][name].get("peers", {"rows": {}})["rows"] for name, label in LABELS.items()}
+    bars = {label: {"fedbraid": (None, 1.0), **rows} for label, rows in bars.items() if rows}
+    unit = wide / max(ratio for rows in bars.values() for _, ratio in rows.values())
+    lines, y = [], 10
+    for label, rows in bars.items():
+        y += row
+        lines.append(f'<text x="0" y="{y - 6}" font-weight="bold">{label}</text>')
+        for peer, (_, ratio) in sorted(rows.items(), key=lambda one: one[1][1]):
+            color = "#0072b2" if peer == "fedbraid" else "#bfbfbf"
+            lines.append(f'<text x="{left - 8}" y="{y + 15}" text-anchor="end">{peer}</text>')
+            lines.append(f'<rect x="{left}" y="{y}" width="{unit * ratio:.1f}" height="{row - 4}" fill="{color}"/>')
+            lines.append(f'<text x="{left + unit * ratio + 6:.1f}" y="{y + 15}">{ratio:.2f}</text>')
+            y += row
+        y += gap
+    one = left + unit
+    lines.append(f'<path d="M{one:.1f} 10V{y - gap}" stroke="#404040"/>')
+    lines.append(
+        f'<text x="{left}" y="{y + 8}">time of a round, divided by the time of fedbraid in the same run</text>'
+    )
+    size = f'viewBox="-10 0 {left + wide + 70} {y + 22}" width="{left + wide + 70}" height="{y + 22}"'
+    sheet = f'<rect x="-10" width="{left + wide + 70}" height="{y + 22}" fill="#ffffff"/>'
+    style = 'font-family="sans-serif" font-size="13" fill="#202020"'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>', sheet, *lines, "</svg>", ""])
+
+
+def in_short(found: dict[str, Any]) -> str:
+    """The sentence of README.md about other frameworks: their lowest and highest ratios."""
+    ratios: dict[str, list[float]] = {}
+    for one in found["speed"].values():
+        for peer, (_, ratio) in one.get("peers", {"rows": {}})["rows"].items():
+            ratios.setdefault(peer.partition(",")[0], []).append(ratio)
+    said = {peer: f"{min(ratios[peer]):.2f} to {max(ratios[peer]):.2f} times" for peer in ("FedJAX", "pfl", "PyTorch")}
+    return f"a round takes FedJAX {said['FedJAX']} as long, pfl {said['pfl']}, PyTorch {said['PyTorch']}"
+
+
 def eager_table(found: dict[str, Any]) -> str:
     """Milliseconds of a local step on one core, here and in PyTorch's eager mode."""
     rows = []
@@ -323,6 +362,7 @@ def main() -> int:
     given = parser.parse_args()
     if given.page:
         PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        PICTURE.write_text(picture(read(CPU)), encoding="utf-8")
         return 0
     if given.check:
         return check(given.check, given.workloads or list(FAST), given.new)

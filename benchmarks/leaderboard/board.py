@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,13 @@ def _cells(cell: Board) -> list[str]:
 # --- picture ---------------------------------------------------------------------------------------------------------
 
 
+def _readable_on(colour: Sequence[float]) -> str:
+    """Black or white, whichever has the larger contrast on a colour (relative luminance of WCAG 2)."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour[:3]]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "white" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else "black"
+
+
 def draw(board: Board, path: Path) -> None:
     """A table of scores; the colour is the rank in the column."""
     import matplotlib
@@ -278,8 +286,8 @@ def draw(board: Board, path: Path) -> None:
             if cell is None:
                 continue
             text = "diverged" if cell.get("score") is None else f"{cell['score']:.3f}"
-            light = places[name][method] < 0.45 * last
-            axis.text(j, i, text, ha="center", va="center", fontsize=7.5, color="white" if light else "black")
+            colour = image.cmap(image.norm(places[name][method]))
+            axis.text(j, i, text, ha="center", va="center", fontsize=7.5, color=_readable_on(colour))
     heads = [f"{name}\n{plan.BY_FEDERATION[name].metric.replace('_', ' ')}" for name in names]
     axis.set_xticks(range(len(names)), heads, fontsize=7.5)
     axis.xaxis.tick_top()

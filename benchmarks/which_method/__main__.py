@@ -23,8 +23,8 @@ DATA, PAGE = ROOT / "docs/which-method.json", ROOT / "docs/which-method.md"
 RATES = "logspace(-2, 0, 5)"
 MLP = {"name": "mlp", "hidden": [64]}
 FEDERATIONS: dict[str, dict[str, Any]] = {
-    "alike": {
-        "words": "alike: digits spread at random over 20 clients",
+    "iid": {
+        "words": "iid: digits spread at random over 20 clients",
         "data": {"name": "digits", "partition": "iid", "clients": 20},
         "model": MLP,
     },
@@ -126,7 +126,8 @@ def page(found: dict[str, Any]) -> str:
 TEXT = """# Which method for what
 
 Global methods train one model for all clients. Personal methods give each client its own model. Which one is better
-depends on how clients differ. This table shows it on four small federations.
+depends on how clients differ. Use this page to choose which kind of method to try first. The table has four small
+federations.
 
 {words}
 
@@ -136,27 +137,27 @@ parentheses the worst tenth of the clients. Bold: within half a point of the bes
 {table}
 
 100 rounds of 10 clients, 2 local epochs, batches of 10. The client rate of every method was tuned over five to seven
-values (0.01 to 1; on *groups* to 3.2, on *models* from 0.001) on a validation split, with one other seed. So a method
-that is unsteady at a large rate may have got one (FedPer on *alike* and *groups*). All other options are defaults,
-except that FedAdam's server rate is 0.03, FedProx has alpha 0.1 and IFCA two clusters.
+values (0.01 to 1; on *groups* to 3.2, on *models* from 0.001) on a validation split, with one other seed. A method
+whose results vary between seeds at a large rate may have been given such a rate (FedPer on *iid* and *groups*). All
+other options are defaults, except that FedAdam's server rate is 0.03, FedProx has alpha 0.1 and IFCA two clusters.
 
 ## How to read it
 
-- **Clients are alike**: use a global method. A personal model learns from one client's
-  examples only, so it has less data.
-- **Clients have other labels or other models**: a personal method is better, here by three points. Note that a client
-  whose test examples have only two classes is easy for its own model: *local only* is then a strong row, and the one to
-  compare with.
-- **Clients fall into groups** that contradict each other: no single model can be right. IFCA finds the groups.
+- **Clients have similar data** (*iid*): use a global method. A personal model learns from one client's examples only,
+  so it has less data.
+- **Clients differ in their labels or in their models** (*labels*, *models*): a personal method is better, here by
+  three points. Compare it with *local only*: a client that has only two classes is easy for its own model.
+- **Clients form groups with contradictory labels** (*groups*): no single model can be right for all. IFCA
+  finds the groups.
 
 ## What can go wrong
 
 - The scores here are of clients that took part. A new client has no personal model yet: see the page of each method.
 - A personal model may be better on average and worse for a few clients: look at the worst tenth.
-- Four small federations are not yours. Run the comparison on your data: replace `[data]` in a file that
+- Your federation may differ from these four. Run the comparison on your data: replace `[data]` in a file that
   `python benchmarks/which_method` writes, and call `fedbraid compare FILE`.
 
-## Again
+## Repeat it
 
 `python benchmarks/which_method` runs the four comparisons (minutes on two cores) and writes `docs/which-method.json`;
 `--page` writes this page from it.

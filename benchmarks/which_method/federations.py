@@ -13,7 +13,7 @@ CLIENTS = 20
 
 
 def groups(seed: int = 0) -> FederatedData:
-    """Digits, alike on all clients, but half of the clients name each digit d the digit 9 - d."""
+    """Digits, identically distributed on all clients, but half of the clients name each digit d the digit 9 - d."""
     data = catalog.load("digits", partition="iid", clients=CLIENTS, seed=seed)
 
     def renamed(split: Split) -> Split:

@@ -1,7 +1,7 @@
 """The pages of the API: one per package, with every public name.
 
 Public is what ``docs/policy.md`` says: the names in ``__all__`` of packages, and of the modules directly in
-``fedbraid``, whose path has no part that begins with an underscore.
+``fedbraid``, whose path has no part that begins with an underscore, except `INTERNAL`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import fedbraid
 
 FIRST = ("fedbraid", "fedbraid.core", "fedbraid.local", "fedbraid.algorithms", "fedbraid.transforms", "fedbraid.data")
+INTERNAL = ("cli", "drawing", "files", "limited_json", "sealed", "start", "units")  # see docs/policy.md
 VALUE = 300  # characters of the value of a constant
 TOP_LEVEL = ("fedbraid.algorithms", "fedbraid.transforms")  # `fedbraid` repeats their names
 
@@ -31,7 +32,8 @@ def packages() -> list[ModuleType]:
     """The packages with public names: those that people use most first."""
     found = [fedbraid]
     for module in pkgutil.walk_packages(fedbraid.__path__, "fedbraid."):
-        hidden = any(part.startswith("_") for part in module.name.split("."))
+        parts = module.name.split(".")
+        hidden = parts[1] in INTERNAL or any(part.startswith("_") for part in parts)
         if not hidden and (module.ispkg or module.name.count(".") == 1):
             found.append(importlib.import_module(module.name))
     found = [module for module in found if getattr(module, "__all__", ())]

@@ -128,7 +128,7 @@ def _allowed(hint: Any) -> str:
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(_allowed(one) for one in get_args(hint) if one is not type(None))
     if get_origin(hint) in (tuple, list):
-        return f"list of {_allowed(get_args(hint)[0])}"
+        return f"list of {_allowed(get_args(hint)[0]).replace('table', 'tables')}"
     if get_origin(hint) is dict:
         return "table"
     names = {int: "whole number", float: "number", str: "text", bool: "true or false", Named: "table with a `name`"}
@@ -156,10 +156,10 @@ def configuration_page() -> str:
     lines = [
         "# Configuration",
         "",
-        "A configuration is a TOML file. Every key has a default, so the empty file is a complete run. On the command",
-        "line `--set SECTION.KEY=VALUE` sets a key. [Runs](../runs.md) says how a run uses the file, and",
-        "[sweeps and comparisons](../sweeps.md) how `[sweep]`, `[compare]` and `[[methods]]` are used. The last two",
-        "sections belong to `federation.toml`, which [a deployment](../deploy.md) has beside its configuration.",
+        "A configuration is a TOML file. Every key has a default, so an empty file is a valid configuration. On",
+        "the command line `--set SECTION.KEY=VALUE` changes one key. The sections `[sweep]`, `[compare]` and",
+        "`[[methods]]` are for [sweeps and comparisons](../sweeps.md). `[policy]` and `[secure]` belong to a separate",
+        "file, `federation.toml`, of [a deployment](../deploy.md). All other sections are for every [run](../runs.md).",
         "",
     ]
     for section, kind in sections().items():

@@ -26,11 +26,12 @@ def to_markdown(text: str) -> str:
     2
     ```
     """
-    text = ROLE.sub(r"``\1``", text)
-    return "\n\n".join(_paragraph(part) for part in re.split(r"\n\s*\n", text.strip("\n")) if part.strip())
+    parts = [part for part in re.split(r"\n\s*\n", ROLE.sub(r"``\1``", text).strip("\n")) if part.strip()]
+    return "\n\n".join(_paragraph(part, first=i == 0) for i, part in enumerate(parts))
 
 
-def _paragraph(part: str) -> str:
+def _paragraph(part: str, *, first: bool = False) -> str:
+    """A paragraph. The first line of a docstring is a sentence, also if it begins with a name and a colon."""
     lines = part.splitlines()
     if lines[0].lstrip().startswith(">>>"):
         indent = len(lines[0]) - len(lines[0].lstrip())
@@ -38,7 +39,7 @@ def _paragraph(part: str) -> str:
     at = next((i for i, line in enumerate(lines) if line.lstrip().startswith(">>>")), None)
     if at:  # an example directly below its sentence
         return "\n\n".join([_paragraph("\n".join(lines[:at])), _paragraph("\n".join(lines[at:]))])
-    starts = [i for i, line in enumerate(lines) if ENTRY.match(line)]
+    starts = [i for i, line in enumerate(lines) if ENTRY.match(line) and not (first and i == 0)]
     if starts and all(i in starts or lines[i].startswith("    ") for i in range(starts[0], len(lines))):
         head = "\n".join(map(_safe, lines[: starts[0]]))
         items = "\n".join(_item(line) if i in starts else _safe(line) for i, line in enumerate(lines) if i >= starts[0])
