@@ -16,6 +16,7 @@ from fedbraid.experiment.run import run_config
 from told import told
 
 TINY = ["data.clients=4", "model={name='softmax_regression'}", "cohort=2", "rounds=4", "evaluation.every=2"]
+TINY += ["algorithm.name=fedacg"]
 
 
 @pytest.mark.parametrize("rate", ["1e4", "1e38"])  # a finite loss that explodes, and one that is not finite

@@ -166,7 +166,7 @@ def test_when_a_run_ends(stop, values, ends):
 def early(tmp_path_factory):
     """A run that ended because of its patience, with the best model before the last."""
     out = tmp_path_factory.mktemp("early") / "run"
-    made = config("rounds=40", "stop.patience=2", "algorithm.client_lr=0.3")
+    made = config("rounds=40", "stop.patience=2", "algorithm.name=fedacg", "algorithm.client_lr=0.3")
     return made, run_config(made, out), out
 
 

@@ -311,10 +311,16 @@ def test_a_mark_names_a_kind():
         names.factory("modle")
 
 
-def test_a_configuration_without_a_method_runs_fedacg_and_fedavg_is_one_setting_away():
-    assert Config().algorithm.name == "fedacg"
-    given = load_config(settings=["algorithm.client_lr=0.05", "algorithm.epochs=2"])
-    assert (given.algorithm.name, given.algorithm.options) == ("fedacg", {"client_lr": 0.05, "epochs": 2})
+def test_a_configuration_without_a_method_runs_fedauto_ahead_and_fedavg_is_one_setting_away():
+    assert Config().algorithm.name == "fedauto_ahead"
+    given = load_config(settings=["algorithm.caution=0.7", "algorithm.epochs=2"])
+    assert (given.algorithm.name, given.algorithm.options) == ("fedauto_ahead", {"caution": 0.7, "epochs": 2})
     assert load_config(settings=["algorithm.name=fedavg"]).algorithm.name == "fedavg"
     made = build(load_config(settings=["data.clients=4", "model.hidden=[4]", "cohort=2"]))
-    assert type(made.algorithm.init(made.params)).__name__ == "AcgState"
+    assert type(made.algorithm.init(made.params)).__name__ == "AheadState"
+
+
+def test_a_rate_without_a_method_is_an_error_that_says_what_to_write():
+    with pytest.raises(ConfigError, match=r"algorithm.client_lr: fedauto_ahead, .* such as algorithm.name=fedavg"):
+        build(load_config(settings=["algorithm.client_lr=0.05"]))
+    assert build(load_config(settings=["algorithm.client_lr=0.05", "algorithm.name=fedavg"])).algorithm

@@ -64,13 +64,13 @@ def whole(env, tmp_path_factory):
 
 def test_json_has_what_is_promised(whole):
     summary, out = whole
-    assert summary["algorithm"] == "fedacg"  # the default
+    assert summary["algorithm"] == "fedauto_ahead"  # the default
     assert (summary["rounds"], summary["finished"], summary["out"]) == (40, True, str(out))
     assert summary["rounds_per_second"] == pytest.approx(40 / summary["seconds"])
     assert 0 < summary["final"]["test_accuracy"] <= 1
     assert summary["final"]["test_loss"] > 0
-    # 64 x 8 + 8 + 8 x 10 + 10 parameters of 4 bytes, 5 clients, 40 rounds, both ways
-    assert summary["bytes"] == {"down": 610 * 4 * 5 * 40, "up": 610 * 4 * 5 * 40}
+    # 64 x 8 + 8 + 8 x 10 + 10 parameters and 4 numbers, of 4 bytes each, 5 clients, 40 rounds, both ways
+    assert summary["bytes"] == {"down": 614 * 4 * 5 * 40, "up": 614 * 4 * 5 * 40}
     assert len(summary["params_sha256"]) == 64
     assert summary["engine"]["masked_share"] == 0
     assert summary["metrics"] == {"test_accuracy": "higher", "test_loss": "lower", "train/loss": "lower"}
@@ -85,7 +85,7 @@ def test_the_run_folder_is_complete(whole, tmp_path):
     assert table.num_rows == 40
     assert table["test_accuracy"].null_count == 36
     columns = read_metrics(out)
-    save(draw_run(columns, "fedacg on digits: mlp, cohort 5, seed 0"), tmp_path / "again.png")
+    save(draw_run(columns, "fedauto_ahead on digits: mlp, cohort 5, seed 0"), tmp_path / "again.png")
     np.testing.assert_array_equal(imread(tmp_path / "again.png"), imread(out / "curves.png"))
     assert np.all(np.diff(columns["bytes_up"]) > 0)
     assert columns["train/loss"][-1] < columns["train/loss"][0]
@@ -190,7 +190,7 @@ def test_a_finished_run_trains_on_with_more_rounds(three, tmp_path):
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("algorithm.client_lr=0.7", r"algorithm\.client_lr was its default and is now 0\.7"),
+        ("algorithm.caution=0.7", r"algorithm\.caution was its default and is now 0\.7"),
         ("seed=3", "seed was 0 and is now 3|seed was its default and is now 3"),
         ("cohort=3", "cohort was 2 and is now 3"),
         ("data.clients=5", r"data\.clients was 4 and is now 5"),
@@ -229,8 +229,9 @@ def test_how_a_run_is_computed_may_change(three):
         (["attack.factor=nan"], ["attack.factor", "finite"]),
         (["attack.share=0.001"], ["attack.share", "0.001 of 50 clients marks none", "0.02"]),
         (["algorithm.name=fedavgg"], ["'fedavgg'", "did you mean 'fedavg'"]),
-        (["algorithm.client_rate=0.1"], ["'client_rate'", "client_lr"]),
-        (["algorithm.client_lr=-0.1"], ["client_lr", "-0.1"]),
+        (["algorithm.name=fedavg", "algorithm.client_rate=0.1"], ["'client_rate'", "client_lr"]),
+        (["algorithm.name=fedavg", "algorithm.client_lr=-0.1"], ["client_lr", "-0.1"]),
+        (["algorithm.client_lr=0.1"], ["fedauto_ahead", "algorithm.name=fedavg"]),
         (["algorithm.batch_size=0"], ["batch_size", "0"]),
         (["data.name=digit"], ["'digit'", "did you mean 'digits'"]),
         (["model.name=mlpp"], ["'mlpp'", "did you mean 'mlp'"]),

@@ -15,6 +15,7 @@ from fedbraid.simulation import simulate
 from fedbraid.units import format_seconds
 
 TINY = ["data.clients=8", "model={name='softmax_regression'}", "cohort=4", "rounds=6", "evaluation.every=3"]
+TINY += ["algorithm.name=fedavg"]
 CLOCK = ["clock.seconds_per_step=0.5", "clock.speed_sigma=1.0"]
 BUFFER = [*TINY, *CLOCK, "asynchrony.name=fedbuff", "asynchrony.buffer=2"]
 

@@ -191,7 +191,7 @@ def test_every_site_has_the_fingerprint_of_what_it_computes(app, tmp_path):
 
     assert other() == mine
     assert other("seed=5") == mine  # the seed is sent with every order
-    assert other("algorithm.client_lr=0.7") != mine
+    assert other("algorithm.caution=0.7") != mine
     assert other("model.hidden=[9]") != mine
 
 

@@ -317,7 +317,7 @@ def check_scaffold(out: Path, rehearsal: Rehearsal, settings: tuple[str, ...]) -
 
 def test_secure_aggregation_with_a_node_that_dies_between_its_shares_and_its_upload(rehearse, tmp_path):
     """Five nodes, four must stay. The model is that of a run without masks over the four, to fixed-point rounding."""
-    settings = ("rounds=1", "data.clients=5", "algorithm.client_lr=0.3")
+    settings = ("rounds=1", "data.clients=5", "algorithm.name=fedavg", "algorithm.client_lr=0.3")
     app, marker = tmp_path / "app", tmp_path / "marker"
     make_app(app, *settings, faulty=True, secure=True, deadline=40.0, too_few="abort")
     rehearsal = rehearse(app, nodes=5, configs={4: {"fault": "hang@0", "marker": str(marker)}})

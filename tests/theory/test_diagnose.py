@@ -189,9 +189,9 @@ def test_a_small_run_from_end_to_end(tmp_path):
 
 
 def test_the_default_method_gets_no_server_step():
-    """FedACG's server has momentum, and single rounds of FedAvg say nothing about its step."""
+    """Its server has momentum, and single rounds of FedAvg say nothing about its step."""
     found = diagnose(load_config(settings=TINY), rounds=1, points=1, clients=2, probe_steps=(1, 2))
-    assert found.settings.algorithm == "fedacg"
+    assert found.settings.algorithm == "fedauto_ahead"
     assert "algorithm.server_lr" not in [change.split("=")[0] for change in found.changes]
 
 

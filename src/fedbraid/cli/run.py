@@ -61,7 +61,7 @@ def command(
 ) -> None:
     """Train a model as a configuration says; write a run folder with metrics, checkpoints and a picture.
 
-    Without CONFIG it trains FedACG on the embedded digits (50 clients), which takes seconds.
+    Without CONFIG it trains FedAuto ahead on the embedded digits (50 clients), which takes seconds.
 
     Exit status: 0 if the run is finished, 2 for a mistake in the input, 3 if the run diverged, 130 if you stopped it.
     """

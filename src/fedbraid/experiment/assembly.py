@@ -230,11 +230,26 @@ def _with_metrics(config: Config, model: Model, data: FederatedData | None) -> M
 
 def _build_algorithm(config: Config, parts: Parts, context: Mapping[str, Callable[[], Any]]) -> Algorithm:
     """The algorithm with its transforms. ``context`` provides the factory arguments that are not options, by name."""
+    _refuse_bounds(config)
     algorithm = _scheduled(parts["algorithm"], config.algorithm, context)
     for i, named in enumerate(config.transforms):
         inner = {**context, "alg": lambda inside=algorithm: inside}
         algorithm = _call(f"transforms[{i}]", transforms.NAMES, parts[f"transforms[{i}]"], named, inner)
     return algorithm
+
+
+MEASURING = ("fedauto", "fedauto_ahead")  # they send measured curvatures beside the update
+BOUNDING = ("clip", "norm_bound", "dp")  # they bound the norm of the whole upload
+
+
+def _refuse_bounds(config: Config) -> None:
+    """Refuse a bound on uploads whose numbers are larger than the update: nothing would be left of the update."""
+    bounds = [named.name for named in config.transforms if named.name in BOUNDING]
+    if config.algorithm.name in MEASURING and bounds:
+        raise ConfigError(
+            f"{config.algorithm.name} sends measured curvatures beside its update, and {bounds[0]} bounds the norm of "
+            "both together, so the update would be lost. Name another method, such as algorithm.name=fedavg"
+        )
 
 
 RATES = ("client_lr", "server_lr", "lr", "gamma")  # options of algorithms that may change over rounds
@@ -282,6 +297,11 @@ def _call(
     options = options_of(found.thing, skip=tuple(offered))
     for key in named.options:
         if key not in options:
+            if section == "algorithm" and key == "client_lr" and named.name == Config().algorithm.name:
+                raise ConfigError(
+                    f"algorithm.client_lr: {named.name}, which runs if no method is named, measures its client rates "
+                    "and has no client_lr. To set a rate, name a method as well, such as algorithm.name=fedavg"
+                )
             raise ConfigError(unknown(f"option of {section} {named.name!r}:", key, [*options, "name"]))
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in named.options.items()}
     return _named(section, named, lambda **_: names.call(found, given, offered))

@@ -158,8 +158,8 @@ class Config(_Section):
     cohort [clients]: number of clients that take part in a round; "all": every client in every round.
     data: the data set and how it is divided; other keys are options of the data set and of its partition.
     model: the model; other keys are its options.
-    algorithm: the method; other keys are its options. Without a name it is FedACG, which has the best default rates of
-        all methods in docs/advice-benchmark.md; name = "fedavg" gives FedAvg.
+    algorithm: the method; other keys are its options. Without a name it is FedAuto ahead, which measures its learning
+        rates and needs no tuning (docs/advice-benchmark.md); name = "fedavg" gives FedAvg.
     transforms: changes of the method, the first one innermost; other keys of an entry are its options.
     modules: the folder in which your own modules (names of the form ``module:attribute``) are searched, besides the
         installed ones. Default: the folder of the configuration file.
@@ -170,7 +170,7 @@ class Config(_Section):
     cohort: Annotated[int, Field(ge=1)] | Literal["all"] = 10
     data: Named = Named(name="digits")
     model: Named = Named.model_validate({"name": "mlp", "hidden": [64]})
-    algorithm: Named = Named(name="fedacg")
+    algorithm: Named = Named(name="fedauto_ahead")
     transforms: tuple[Named, ...] = ()
     arrival: Arrival = Arrival()
     clock: Clock = Clock()

@@ -52,9 +52,10 @@ def divergence(
     start: the evaluation of the first model. A run whose last test loss is more than twice as high has diverged too.
 
     >>> finite = {"round": [5, 10], "test_loss": [2.0, 1.0]}
-    >>> divergence(Config(), {}, finite, (), {"test_loss": 2.3})
+    >>> config = Config.model_validate({"algorithm": {"name": "fedavg"}})
+    >>> divergence(config, {}, finite, (), {"test_loss": 2.3})
     ''
-    >>> divergence(Config(), {}, {"round": [5, 10], "test_loss": [9.0, 2e5]}, (), {"test_loss": 2.3})
+    >>> divergence(config, {}, {"round": [5, 10], "test_loss": [9.0, 2e5]}, (), {"test_loss": 2.3})
     'diverged at round 5: test_loss is 2e+05 after the last round and was 2.3 before training. The likely cause is a \
 learning rate that is too large: try --set algorithm.client_lr=0.01 (now 0.1)'
     """

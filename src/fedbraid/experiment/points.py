@@ -41,8 +41,8 @@ STATIC = (  # errors raised when a traced value must be static
 def with_values(config: Config, values: Point) -> Config:
     """The configuration with other values at some keys, checked; keys are dotted, transforms are counted from 0.
 
-    >>> with_values(Config(), {"algorithm.client_lr": 0.5, "rounds": 7}).algorithm.options
-    {'client_lr': 0.5}
+    >>> with_values(Config(), {"algorithm.epochs": 5, "rounds": 7}).algorithm.options
+    {'epochs': 5}
     """
     tree = config.model_dump()
     for key, value in values.items():

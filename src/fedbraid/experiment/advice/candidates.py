@@ -65,6 +65,7 @@ class Method(NamedTuple):
 
 
 METHODS = (
+    Method("fedauto_ahead", about="measures its rates, and shortens noisy server steps"),
     Method("fedacg", offsets=(-2, -1, 0), about="the server sends its model one momentum step ahead"),
     Method("fedcm", offsets=(0, 1), about="clients add the last round's mean step to their own"),
     # the server scales every coordinate, so the client rate may be far below that of FedAvg, which limits drift
@@ -123,10 +124,13 @@ def methods_of(config: Config, only: Sequence[str] = ()) -> tuple[Method, ...]:
 
 
 def rate_names(config: Config) -> tuple[str, ...]:
-    """The rates that the algorithm of a configuration has: of the clients, then of the server."""
+    """The rates of a configuration's algorithm that are searched: of the clients, then of the server.
+
+    An algorithm without a client rate tunes itself: it runs as it is configured.
+    """
     takes = options_of(find_parts(config)["algorithm"].thing)
     client = next((name for name in CLIENT_RATES if name in takes), None)
-    return tuple(name for name in (client, SERVER_RATE) if name is not None and name in takes)
+    return () if client is None else tuple(name for name in (client, SERVER_RATE) if name in takes)
 
 
 def base_of(config: Config, method: Method) -> Config:

@@ -129,10 +129,10 @@ def _affordable(race: Race, field: list[Setting], rounds: int) -> list[Setting]:
 
 
 def _best_client_rate(race: Race, field: Sequence[Setting], rounds: int, fallback: float) -> float:
-    """The client rate of the best setting of the scout; of the configuration if it has no such rate."""
+    """The client rate of the best setting that has one."""
     found = race.ranking(field, rounds)
-    rates = {} if found is None else dict(found.order[0].rates)
-    return next((rates[name] for name in CLIENT_RATES if name in rates), fallback)
+    rates = [] if found is None else [dict(one.rates) for one in found.order]
+    return next((own[name] for own in rates for name in CLIENT_RATES if name in own), fallback)
 
 
 def _with_more_work(race: Race, ranking: Ranking[Setting], work: int, tried: list[Setting]) -> list[Setting]:

@@ -163,6 +163,7 @@ class Race:
         if key not in self.programs:
             began = time.perf_counter()
             together = MANY if name != setting.method and self.model_bytes < SMALL else TOGETHER
+            together = together if setting.rates else 1  # a method without rates has one setting
             settings = self.settings.model_copy(
                 update={"over": {k: [value] for k, value in point.items()}, "at_once": together}
             )

@@ -89,7 +89,7 @@ def diagnose(
     probe_steps: numbers of local steps to try for one round each; an empty sequence tries none.
 
     >>> from fedbraid.experiment.config import load_config
-    >>> tiny = load_config(settings=["data.clients=4", "model.hidden=[4]", "cohort=2"])
+    >>> tiny = load_config(settings=["data.clients=4", "model.hidden=[4]", "cohort=2", "algorithm.name=fedavg"])
     >>> found = diagnose(tiny, rounds=1, points=1, clients=2, probe_steps=())
     >>> found.changes[0].startswith("algorithm.client_lr=")
     True
