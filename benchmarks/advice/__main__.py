@@ -1,4 +1,4 @@
-"""Defaults, advice and self-tuning methods against tuned methods, on 51 federations.
+"""Defaults, advice and self-tuning methods against tuned methods, on 65 federations.
 
     python benchmarks/advice prepare   [NAME ...] --data DATA [--files FILES]
     python benchmarks/advice reference NAME ... --data DATA --out OUT
@@ -22,8 +22,9 @@
 - config prints a federation as a configuration (TOML)
 - pack writes the figures of the results, without curves, into one file; table writes the page
 
-NAME may be design, second, third, held-out or all. A process uses one core. Results are one JSON file per federation; a
-command that was killed continues where it stopped. JAX_COMPILATION_CACHE_DIR saves compilations between commands.
+NAME may be design, second, third, fourth, held-out or all. A process uses one core. Results are one JSON file per
+federation; a command that was killed continues where it stopped. JAX_COMPILATION_CACHE_DIR saves compilations between
+commands.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ def one_core(core: int | None) -> None:
 
 
 def names_of(given: list[str]) -> list[str]:
-    """Names of federations; design, second, third, held-out and all stand for several."""
+    """Names of federations; design, second, third, fourth, held-out and all stand for several."""
     from federations import BY_NAME, of_half
 
-    groups = {half.replace(" ", "-"): of_half(half) for half in ("design", "second", "third", "held out")}
+    groups = {half.replace(" ", "-"): of_half(half) for half in ("design", "second", "third", "fourth", "held out")}
     groups["all"] = list(BY_NAME)
     names = [name for one in given for name in groups.get(one, [one])]
     for name in names:

@@ -15,8 +15,9 @@ from federations import BY_NAME
 
 TITLES = {
     "held out": "## The held-out federations",
-    "third": "## Held out for the version before",
-    "second": "## Held out for an earlier version",
+    "fourth": "## Held out for the version before",
+    "third": "## Held out for an earlier version (third)",
+    "second": "## Held out for an earlier version (second)",
     "design": "## The federations for design",
 }
 CPU = "advice_cpu_seconds"
@@ -210,13 +211,13 @@ def _versions(found: Results) -> str:
     """What every version of the advice reached on the federations that were held out for it."""
     rows = [["first", 8, 4, 5, "none"]]
     sums = [0, 0, 0]
-    for version, half in (("second", "second"), ("third", "third"), ("fourth", "held out")):
+    for version, half in (("second", "second"), ("third", "third"), ("fourth", "fourth"), ("fifth", "held out")):
         here = _counted({name: results for name, results in found.items() if BY_NAME[name].half == half})
         ratios = [r for results in here.values() if (r := _ratio(results, ADVICE)) is not None]
         if ratios:
             counts = [len(ratios), sum(r <= 1.2 + 1e-9 for r in ratios), sum(r <= 2 + 1e-9 for r in ratios)]
             rows.append([version, *counts, _worse_than(here, DEFAULT)])
-            sums = [a + b for a, b in zip(sums, counts, strict=True)] if version != "second" else sums
+            sums = [a + b for a, b in zip(sums, counts, strict=True)] if version in ("third", "fourth") else sums
     rows.append(["third and fourth", *sums, ""])
     head = ["version", "federations", "within 1.2x", "within 2x", "worse than the defaults on"]
     return _table(head, rows)

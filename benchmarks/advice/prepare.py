@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import fourth_set
 import held_out
 import numpy as np
 import second_set
@@ -247,5 +248,6 @@ MAKERS: dict[str, Callable[[Path | None], Made]] = {
     "shakespeare-b": lambda files: _shakespeare(files, 1, 12, 30),
     **second_set.MAKERS,
     **third_set.MAKERS,
+    **fourth_set.MAKERS,
     **held_out.MAKERS,
 }

@@ -96,8 +96,8 @@ def test_no_target_is_closer_to_the_best_level_than_the_noise_of_the_seeds(bench
 
 def test_the_held_out_federations_have_the_kinds_of_models_of_those_for_design(bench):
     federations = bench("federations")
-    halves = {half: federations.of_half(half) for half in ("design", "second", "third", "held out")}
-    assert [len(some) for some in halves.values()] == [16, 12, 12, 11]
+    halves = {half: federations.of_half(half) for half in ("design", "second", "third", "fourth", "held out")}
+    assert [len(some) for some in halves.values()] == [16, 12, 12, 11, 14]
     assert set(bench("prepare").MAKERS) == set(federations.BY_NAME)
     kinds = [sorted({federations.BY_NAME[name].model for name in some}) for some in halves.values()]
     assert all(one == kinds[0] for one in kinds)
@@ -115,23 +115,23 @@ def test_the_page_does_not_count_federations_that_are_too_easy(bench):
             "candidates": {"advice": advice, "defaults: fedavg": {"ratio": 3.0}, "defaults: fedacg": {"ratio": 0.5}},
         }
 
-    found = {"pupils": results(20, 1.0), "hotels": results(3, 10.0)}
+    found = {"crime": results(20, 1.0), "fares": results(3, 10.0)}
     words = page._in_short(found)
     assert "within 1.2x on 1 of 1" in words
     assert "10% to 10% of the client work" in words
     assert "25% to 25% of its seconds" in words
     assert "`fedacg`, geometric mean 0.50" in words
-    assert "worse than FedACG's defaults on pupils." in words  # 1.0 against 0.5; hotels does not count
+    assert "worse than FedACG's defaults on crime." in words  # 1.0 against 0.5; fares does not count
     assert "from FedAvg" not in words
-    found["pupils"]["candidates"]["advice, from FedAvg"] = {"ratio": 2.5}
+    found["crime"]["candidates"]["advice, from FedAvg"] = {"ratio": 2.5}
     words = page._in_short(found)
     assert "within 2x on 0 of 1, geometric mean 2.50. It is worse than FedAvg's defaults on none." in words
-    found["pupils"]["pairs"] = [{"sweep": 8.0, "advice": 1.0}, {"sweep": 12.0, "advice": 3.0}]  # they count instead
+    found["crime"]["pairs"] = [{"sweep": 8.0, "advice": 1.0}, {"sweep": 12.0, "advice": 3.0}]  # they count instead
     assert "20% to 20% of its seconds" in page._in_short(found)
-    assert "| pupils | 50 | 5 (10%) | 10.0 | 2.0 (20%) |" in page._cost_table(found)
-    assert "| hotels | 50 | 5 (10%) | 4.0 | 1.0 (25%) |" in page._cost_table(found)
+    assert "| crime | 50 | 5 (10%) | 10.0 | 2.0 (20%) |" in page._cost_table(found)
+    assert "| fares | 50 | 5 (10%) | 4.0 | 1.0 (25%) |" in page._cost_table(found)
     table = page._main_table(found)
-    assert "| hotels (too easy) |" in table
+    assert "| fares (too easy) |" in table
     assert "**1.00**" in table
 
 
