@@ -30,6 +30,7 @@ DROPPED = """
 import gc, signal, sys, time, weakref
 from fedbraid.cli.stopping import catch_sigterm, exit_status
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
 number, place, left = getattr(signal, sys.argv[1]), sys.argv[2], 3
 
 def send(*_):

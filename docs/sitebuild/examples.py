@@ -50,7 +50,7 @@ COMMANDS = (
     Example(
         "sweep",
         "A sweep over learning rates",
-        'fedbraid sweep --over "algorithm.client_lr=logspace(-2,0.5,9)" --seeds 3 --set rounds=100 --out runs/sweep',
+        'fedbraid sweep --set algorithm.name=fedavg --over "algorithm.client_lr=logspace(-2,0.5,9)" --seeds 3 --set rounds=100 --out runs/sweep',
         "runs/sweep/sweep.png",
         "client rates within a factor of two of the best one are almost as good; above 1 the training fails.",
         "sweeps.md",

@@ -38,6 +38,12 @@ def command(*arguments):
     return [sys.executable, "-m", "fedbraid", *map(str, arguments)]
 
 
+def with_ctrl_c(*arguments):
+    """A shell starts background jobs with SIGINT ignored, and a process inherits that: here it is not ignored."""
+    usual = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    return [sys.executable, "-c", usual, *command(*arguments)]
+
+
 def settings(*values):
     return [part for value in values for part in ("--set", value)]
 
@@ -99,7 +105,7 @@ def test_the_same_config_gives_the_same_bytes(env, whole, tmp_path):
 def test_ctrl_c_saves_and_says_how_to_go_on(env, tmp_path):
     out = tmp_path / "run"
     arguments = ["run", *settings(*SMALL, "rounds=100000", "checkpoint.every=100000"), "--out", out, "--quiet"]
-    process = subprocess.Popen(command(*arguments), env=env, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(with_ctrl_c(*arguments), env=env, stderr=subprocess.PIPE, text=True)
     time.sleep(0.5)
     deadline = time.time() + 120
     while not (out / "config.toml").exists() and time.time() < deadline:
@@ -130,10 +136,7 @@ def test_a_finished_run_is_not_run_again_so_that_a_queue_may_restart_it(env, who
 
 def test_ctrl_c_while_the_command_starts_is_quiet(env):
     """While it imports: NumPy is loaded, jax not yet fully."""
-    # a shell starts background jobs with SIGINT ignored, and a process inherits that
-    usual = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
-    started = [sys.executable, "-c", usual, *command("run", "--quiet")]
-    process = subprocess.Popen(started, env=env, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(with_ctrl_c("run", "--quiet"), env=env, stderr=subprocess.PIPE, text=True)
     deadline = time.time() + 60
     while "numpy" not in Path(f"/proc/{process.pid}/maps").read_text() and time.time() < deadline:
         time.sleep(0.005)
