@@ -153,7 +153,7 @@ def test_a_configuration_without_a_method_is_advised_from_the_default_one(bench,
     library = bench("library_advice")
     monkeypatch.setattr(library, "advise", lambda tree: tree)
     asked = library.advise_unnamed({"rounds": 7, "algorithm": {"name": "fedavg", "epochs": 2}})
-    assert asked == {"rounds": 7, "algorithm": {"name": "fedacg", "epochs": 2}}
+    assert asked == {"rounds": 7, "algorithm": {"name": "fedauto_ahead", "epochs": 2}}
 
 
 def test_a_federation_from_data_to_table(bench, tmp_path, monkeypatch):

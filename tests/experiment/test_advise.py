@@ -201,7 +201,7 @@ def test_the_methods_are_known_and_have_the_rates_of_the_table(folder):
         made = candidates.base_of(own, method)
         assert made.algorithm.name == method.name
         assert made.algorithm.options["epochs"] == 2  # the local work is the configured one
-        assert "client_lr" in candidates.rate_names(made)
+        assert ("client_lr" in candidates.rate_names(made)) == (method.name != "fedauto_ahead")  # it tunes itself
     with pytest.raises(ConfigError, match="'fedsplit' is not in the list of methods"):
         methods_of(own, ["fedsplit"])
     other = parse({**own.model_dump(), "algorithm": {"name": "fedyogi"}})
@@ -256,7 +256,7 @@ def test_a_member_with_other_options_runs_as_itself(folder):
 
 def test_methods_that_another_one_replaces_run_only_if_they_are_named(folder):
     usual = [method.name for method in methods_of(config(folder))]
-    assert set(usual) == {"fedacg", "fedcm", "fedadam", "scaffold", "fedavg"}
+    assert set(usual) == {"fedauto_ahead", "fedacg", "fedcm", "fedadam", "scaffold", "fedavg"}
     assert [method.name for method in methods_of(config(folder), ["fedprox"])] == ["fedprox", "fedavg"]
 
 
@@ -289,7 +289,7 @@ def moved(folder):
 
 def test_the_grid_moves_when_the_best_rate_is_at_its_edge(moved):
     race, found = moved
-    start = grid(race, METHODS[0], 1e-4)
+    start = grid(race, next(method for method in METHODS if method.name == "fedacg"), 1e-4)
     assert max(dict(one.rates)["client_lr"] for one in start) < 0.05
     assert found.best not in start
     assert math.prod(value for _, value in found.best.rates) > 0.2  # the server rate may grow instead
@@ -374,6 +374,16 @@ def test_of_settings_that_are_as_good_the_one_that_settles_best_is_taken():
         assert pilot._choose(final, final, own, 0.0) == expected
     third = Setting("fedavg", 1, (("client_lr", 1.0),))
     assert pilot._choose(final, final, third, 0.0) == other
+
+
+def test_the_configured_setting_is_changed_only_if_that_saves_a_fifth_of_the_rounds():
+    own, other = (Setting("fedacg", 1, (("client_lr", rate),)) for rate in (0.1, 0.3162))
+    for time, expected in ((9.0, own), (14.0, other)):
+        final = rank({own: curves(1 - np.exp(-AT / time)), other: curves(1 - np.exp(-AT / 8.0))}, 0.0)
+        assert final.order == [other, own]
+        assert final.regret[own] > pilot.TIE
+        assert (final.regret[own] <= pilot.CHANGE) == (expected == own)
+        assert pilot._choose(final, final, own, 0.0) == expected
 
 
 def test_settings_that_diverge_late_are_not_advised():

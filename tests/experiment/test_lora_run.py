@@ -14,7 +14,7 @@ LORA = ["rounds=2", "cohort=5", "model.hidden=[12]", "model.lora.rank=2", "model
 
 
 def test_adapters_are_trained_sent_saved_and_merged(tmp_path):
-    config = load_config(settings=[*LORA, "algorithm.client_opt=adamw"])
+    config = load_config(settings=[*LORA, "algorithm.name=fedavg", "algorithm.client_opt=adamw"])
     assert config.model.name == "mlp"
     experiment = build(config)
     adapters = 2 * (64 + 12) + 2 * (12 + 10)

@@ -324,3 +324,10 @@ def test_a_rate_without_a_method_is_an_error_that_says_what_to_write():
     with pytest.raises(ConfigError, match=r"algorithm.client_lr: fedauto_ahead, .* such as algorithm.name=fedavg"):
         build(load_config(settings=["algorithm.client_lr=0.05"]))
     assert build(load_config(settings=["algorithm.client_lr=0.05", "algorithm.name=fedavg"])).algorithm
+
+
+@pytest.mark.parametrize("name", ["clip", "norm_bound", "dp"])
+def test_a_bound_on_uploads_with_measured_numbers_is_refused(name):
+    """The numbers are larger than the update, which a common bound would shrink to nothing."""
+    with pytest.raises(ConfigError, match=f"fedauto_ahead sends measured .* {name} bounds .* algorithm.name=fedavg"):
+        build(load_config(settings=[f"transforms=[{{name='{name}'}}]"]))

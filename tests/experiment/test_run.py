@@ -198,7 +198,7 @@ def test_a_finished_run_trains_on_with_more_rounds(three, tmp_path):
         ("cohort=3", "cohort was 2 and is now 3"),
         ("data.clients=5", r"data\.clients was 4 and is now 5"),
         ("evaluation.every=1", r"evaluation\.every was 2 and is now 1"),
-        ('transforms=[{name="clip", bound=1.0}]', r"transforms\.0\.bound was its default and is now 1\.0"),
+        ('transforms=[{name="top_k", fraction=0.5}]', r"transforms\.0\.fraction was its default and is now 0\.5"),
     ],
 )
 def test_a_resume_is_the_same_run(three, tmp_path, setting, words):

@@ -345,7 +345,14 @@ def own_model(tmp_path, monkeypatch):
     """A user's model with a well-known metric and a metric of its own."""
     (tmp_path / "own_model.py").write_text(OWN_MODEL)
     monkeypatch.syspath_prepend(str(tmp_path))
-    return ("rounds=4", "cohort=4", "data.clients=8", "evaluation.every=2", "model.name=own_model:model")
+    return (
+        "rounds=4",
+        "cohort=4",
+        "data.clients=8",
+        "evaluation.every=2",
+        "algorithm.name=fedavg",
+        "model.name=own_model:model",
+    )
 
 
 RATES = [1e-5, 0.1]  # with the first one, the loss hardly changes

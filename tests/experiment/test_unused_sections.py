@@ -9,6 +9,7 @@ from fedbraid.experiment.sweep import run_sweep
 from told import collecting, told
 
 TINY = ["data.clients=4", "model={name='softmax_regression'}", "cohort=2", "rounds=1", "evaluation.every=1"]
+TINY += ["algorithm.name=fedavg"]
 
 
 def test_a_sweep_says_which_sections_it_ignores(tmp_path):

@@ -141,7 +141,9 @@ def test_trials_whose_description_is_damaged_run_again(tmp_path, text):
 
 def test_no_part_of_a_configuration_is_another_one(tmp_path, tally):
     """A truncated config.toml trained the default, with the exit status 0."""
-    config = load_config(settings=["rounds=50", "algorithm.name=fedavg", "algorithm.client_lr=0.25", "checkpoint.every=50"])
+    config = load_config(
+        settings=["rounds=50", "algorithm.name=fedavg", "algorithm.client_lr=0.25", "checkpoint.every=50"]
+    )
     write_config(tmp_path, config)
     path = tmp_path / "config.toml"
     sealed, older = path.read_bytes(), dump(config).encode()  # an older version wrote no checksum

@@ -254,7 +254,7 @@ def test_hostile_configurations(tmp_path, tally, monkeypatch):
         ("algorithm.shuffle='no'", "option shuffle of algorithm 'fedauto_ahead' must be bool, got 'no'"),
         ("algorithm={name='fedavg', client_lr=true}", "client_lr must be a finite number"),
         ("algorithm={name='fedavg', client_lr='1'}", "client_lr must be a finite number"),
-        ("transforms=[{name='clip', exchanges='train'}]", "option exchanges of transform 'clip' must be"),
+        ("transforms=[{name='median', exchanges='train'}]", "option exchanges of transform 'median' must be"),
         (
             "model.hidden=[1000000000,1000000000]",
             "parameters, .*the server's model and one client's need .*smaller",

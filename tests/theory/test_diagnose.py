@@ -220,7 +220,10 @@ def test_a_regression_is_verified_by_its_loss(tmp_path):
     """It has no accuracy. The target is what the configured run reaches at its end."""
     (tmp_path / "lines.py").write_text(LINE)
     data, model = {"name": "lines:line"}, {"name": "least_squares"}
-    config = parse({"rounds": 3, "cohort": 2, "data": data, "model": model, "modules": str(tmp_path)})
+    method = {"name": "fedavg"}
+    config = parse(
+        {"rounds": 3, "cohort": 2, "data": data, "model": model, "algorithm": method, "modules": str(tmp_path)}
+    )
     assert goal_of(config, None, 2.0) == ("test_loss", 2.0)
     outcome = verify(config, (), seeds=1)
     assert outcome == {"configured": [3], "advised": [3]}  # the loss falls in every round
@@ -245,7 +248,7 @@ def test_the_command_prints_one_json_object_or_sentences(tmp_path, monkeypatch):
 
     app = typer.Typer()
     app.command()(command)
-    words = [w for setting in TINY for w in ("--set", setting)]
+    words = [w for setting in (*TINY, "algorithm.name=fedavg") for w in ("--set", setting)]
     few = ["--rounds", "1", "--points", "1", "--clients", "2", "--no-probe"]
     result = CliRunner().invoke(app, [*words, *few, "--json", "--out", str(tmp_path / "d.png")])
     assert result.exit_code == 0, result.output

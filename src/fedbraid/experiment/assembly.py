@@ -297,10 +297,14 @@ def _call(
     options = options_of(found.thing, skip=tuple(offered))
     for key in named.options:
         if key not in options:
-            if section == "algorithm" and key == "client_lr" and named.name == Config().algorithm.name:
+            if (
+                section == "algorithm"
+                and named.name == Config().algorithm.name
+                and key in options_of(algorithms.fedavg)
+            ):
                 raise ConfigError(
-                    f"algorithm.client_lr: {named.name}, which runs if no method is named, measures its client rates "
-                    "and has no client_lr. To set a rate, name a method as well, such as algorithm.name=fedavg"
+                    f"algorithm.{key}: {named.name}, which runs if no method is named, measures its client rates and "
+                    f"has no {key}. To set it, name a method as well, such as algorithm.name=fedavg"
                 )
             raise ConfigError(unknown(f"option of {section} {named.name!r}:", key, [*options, "name"]))
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in named.options.items()}

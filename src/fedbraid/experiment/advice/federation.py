@@ -114,8 +114,8 @@ def _starts(config: Config, method: Method) -> list[Setting]:
     own = dict(configured(config).rates)
     centre = next((own[name] for name in CLIENT_RATES if name in own), 0.1)
     names = rate_names(base_of(config, method))
-    if not set(names) & set(CLIENT_RATES):
-        return [configured(config)] if method.name == config.algorithm.name else []
+    if not names:
+        return [Setting(method.name, 1, ())]
     server = method.server[len(method.server) // 2]
     return [
         Setting(
