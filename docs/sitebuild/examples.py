@@ -50,7 +50,8 @@ COMMANDS = (
     Example(
         "sweep",
         "A sweep over learning rates",
-        'fedbraid sweep --set algorithm.name=fedavg --over "algorithm.client_lr=logspace(-2,0.5,9)" --seeds 3 --set rounds=100 --out runs/sweep',
+        'fedbraid sweep --set algorithm.name=fedavg --over "algorithm.client_lr=logspace(-2,0.5,9)" --seeds 3 '
+        "--set rounds=100 --out runs/sweep",
         "runs/sweep/sweep.png",
         "client rates within a factor of two of the best one are almost as good; above 1 the training fails.",
         "sweeps.md",
@@ -74,7 +75,7 @@ COMMANDS = (
     Example(
         "diagnose",
         "What limits a run",
-        "fedbraid diagnose --out diagnosis.png",
+        "fedbraid diagnose --set algorithm.name=fedavg --out diagnosis.png",
         "diagnosis.png",
         "drift is the largest error of a round (middle); more local steps still pay at server step 1 (right).",
         "theory/diagnose.md",
