@@ -379,11 +379,11 @@ def test_fedauto_survives_flat_and_zero_losses():
 def ahead_by_hand(rounds, *, caution, server_lr, tau, beta, doubt):
     """FedAuto ahead with full batches and 2 of 3 clients in every round, from its definition."""
     x, mean, u, m, v = START.copy(), START.copy(), np.zeros(4), np.zeros(4), np.zeros(4)
-    known, factor, a, b, rates = np.zeros(3), 1.0, 0.0, 0.0, []
+    known, factor, a, b, rates, factors = np.zeros(3), 1.0, 0.0, 0.0, [], []
     for t in range(1, rounds + 1):
         cohort = np.asarray(address.cohort(0, t - 1, 0, 3, 2))
         z, moves, found = x - 0.85 * u, [], []
-        share = caution + (1 - caution) / (1 + (t - 1) / 15)
+        share = (caution + (1 - caution) / (1 + (t - 1) / 15)) * min(factor, 1)
         for i in cohort:
             y, own = z.copy(), np.zeros(3)
             for _ in range(3):
@@ -399,25 +399,37 @@ def ahead_by_hand(rounds, *, caution, server_lr, tau, beta, doubt):
         d, square = weighted(moves, sizes), weighted([move @ move for move in moves], sizes)
         a, b = 0.9 * a + 0.1 * d @ d, 0.9 * b + 0.1 * (square - d @ d) * (1 - 2 / 3)
         if t > 1:
-            factor = np.clip(factor * np.exp(beta * d @ m / np.linalg.norm(d) / np.linalg.norm(m)), 0.1, 5)
+            factor = np.clip(factor * np.exp(beta * d @ m / np.linalg.norm(d) / np.linalg.norm(m)), 0.2, 5)
         m, v = 0.85 * m + d, 0.99 * v + 0.01 * d**2
         p = m / (np.sqrt(v) + tau * np.sqrt(np.mean(v)))
-        rates.append(server_lr * factor * max(1 - doubt * b / a, 0.1))
+        factors.append(factor)
+        rates.append(server_lr * max(factor, 1) * max(1 - doubt * b / a, 0.1))
         u = rates[-1] * np.linalg.norm(m) / np.linalg.norm(p) * p
         x = x - u
         mean = mean + 17 / (16 + t) * (x - mean)
-    return mean, rates
+    return mean, rates, factors
 
 
 @pytest.mark.parametrize("doubt", [0.0, 0.2, 50.0])  # 50: the least trust
 def test_fedauto_ahead_by_hand(doubt):
     options = {"caution": 0.4, "server_lr": 0.5, "tau": 0.3, "beta": 0.3, "doubt": doubt}
-    params, rates = ahead_by_hand(5, **options)
+    params, rates, _ = ahead_by_hand(5, **options)
     alg = fb.fedauto_ahead(loss, **options, **FULL)
     found = fb.simulate(alg, jnp.asarray(START), DATA, rounds=5, cohort=2, devices=1)
     np.testing.assert_allclose(found.params, params, rtol=1e-8)
     np.testing.assert_allclose(found.history["train/server_rate"], rates, rtol=1e-8)
-    assert len(set(rates)) > 3
+    assert len(set(rates)) >= 3
+
+
+def test_fedauto_ahead_shortens_local_steps_if_updates_contradict_each_other():
+    """A server step that overshoots is answered by updates in the other direction: s falls, and local rates with it."""
+    options = {"caution": 0.9, "server_lr": 3.0, "tau": 0.3, "beta": 0.3, "doubt": 0.0}
+    params, rates, factors = ahead_by_hand(6, **options)
+    assert factors == sorted(factors, reverse=True)
+    assert 0.2 < factors[-1] < 0.5
+    found = fb.simulate(fb.fedauto_ahead(loss, **options, **FULL), jnp.asarray(START), DATA, rounds=6, cohort=2)
+    np.testing.assert_allclose(found.params, params, rtol=1e-8)
+    np.testing.assert_allclose(found.history["train/server_rate"], rates, rtol=1e-8)
 
 
 def test_fedauto_ahead_is_invariant_to_the_scale_of_the_loss():

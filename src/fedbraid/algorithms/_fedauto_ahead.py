@@ -7,8 +7,11 @@ momentum: G. Kim, J. Kim, B. Han. Communication-Efficient Federated Learning wit
 Learning Rates. ICML 2013. The mean of late models: O. Shamir, T. Zhang. Stochastic Gradient Descent for Non-smooth
 Optimization: Convergence Results and Optimal Averaging Schemes. ICML 2013.
 
-**Clients** start from the point z that the server sends, and step as in FedAuto: with the rate c_t E[L] / E[L^2] of
-measured smoothness L. Client i sends D_i = z - y_i, its measurements and ||D_i||^2.
+**Clients** start from the point z that the server sends, and step as in FedAuto with the rate
+
+    c_t min(s, 1) E[L] / E[L^2]
+
+of measured smoothness L; the server sends c_t min(s, 1). Client i sends D_i = z - y_i, its measurements and ||D_i||^2.
 
 **Server.** It has the model x and its last step u, at first 0, and sends z = x - momentum u. D is the mean of the D_i
 of the S clients that were heard, out of N. The part of ||D||^2 that is due to the choice of these clients is
@@ -23,10 +26,13 @@ trusts the mean by
 and takes the step u, in the direction of Adam with the length of momentum,
 
     m <- momentum m + D,    v <- 0.99 v + 0.01 D^2,    p = m / (sqrt(v) + tau rms(sqrt(v))),
-    u = server_lr s r (||m|| / ||p||) p,    x <- x - u,
+    u = server_lr max(s, 1) r (||m|| / ||p||) p,    x <- x - u.
 
-where s starts at 1, is multiplied by exp(beta cos(D, last m)) in every round, and stays between 1/10 and 5. Its model
-is the mean of its late points, w <- w + 17 / (16 + t) (x - w) in round t = 1, 2, ...
+**Agreement.** s starts at 1, is multiplied by exp(beta cos(D, last m)) in every round, and stays between 1/5 and 5. If
+successive updates agree, s lengthens the server's steps. If they contradict each other, the model moves back and forth
+around its limit, and s shortens the local steps, which also reduces the drift of clients.
+
+**Model.** It is the mean of the server's late points, w <- w + 17 / (16 + t) (x - w) in round t = 1, 2, ...
 
 Every part is invariant to the unit of the loss: a loss times a constant has the same iterates.
 
@@ -63,7 +69,7 @@ __all__ = ["fedauto_ahead"]
 PyTree = Any
 PAST = 0.9  # weight of earlier rounds in the averages a and b
 LEAST = 0.1  # of the trust r
-SLOWEST, FASTEST = 0.1, 5.0  # bounds of the factor s
+SLOWEST, FASTEST = 0.2, 5.0  # bounds of the factor s
 LATE = 16  # the larger, the later are the points of which the model is the mean
 B2 = 0.99  # decay of v
 
@@ -124,7 +130,7 @@ def fedauto_ahead(
     server_lr: Any = 1.0,
     momentum: Any = 0.85,
     tau: Any = 0.1,
-    beta: Any = 0.15,
+    beta: Any = 0.3,
     doubt: Any = 1.3,
     weighting: Weighting = "examples",
     **local: Unpack[LocalOptions],
@@ -132,7 +138,8 @@ def fedauto_ahead(
     """FedAuto with accelerated server steps, which are shorter if they are mostly due to the choice of clients.
 
     caution: late client rates as a share of the rate that is best for the measured curvatures.
-    server_lr, momentum, tau, beta: the server's step; tau is relative to the size of sqrt(v).
+    server_lr, momentum, tau: the server's step; tau is relative to the size of sqrt(v).
+    beta: how fast server steps grow while successive updates agree, and local steps shrink while they do not.
     doubt: how much the step is shortened if the mean update depends on which clients were drawn; 0: not at all.
 
     The defaults are meant to be used as they are. The history has the rates as ``train/client_rate`` (the next one) and
@@ -147,12 +154,13 @@ def fedauto_ahead(
         check_number(name, value, low=0)
     check_choice("weighting", weighting, WEIGHTINGS)
 
-    def caution_in(round_: Any) -> Any:
-        return caution + (1 - caution) / (1 + round_.astype(jnp.result_type(float)) / EASE)
+    def caution_in(round_: Any, factor: Any) -> Any:
+        share = caution + (1 - caution) / (1 + round_.astype(jnp.result_type(float)) / EASE)
+        return share * jnp.minimum(factor, 1)
 
     def send(server: AheadState) -> Down:
         z = jax.tree.map(lambda x, u: x - jnp.asarray(momentum, u.dtype) * u, server.params, server.step)
-        return Down(z, Advice(caution_in(server.round), server.smoothness))
+        return Down(z, Advice(caution_in(server.round, server.factor), server.smoothness))
 
     def receive(server: AheadState, aggregate: Aggregate, key: Any) -> Logged:
         d, seen = aggregate.up
@@ -169,13 +177,13 @@ def fedauto_ahead(
         factor = jnp.clip(server.factor * turn, SLOWEST, FASTEST)
         m = jax.tree.map(lambda m, d: momentum * m + d, server.m, d)
         v = jax.tree.map(lambda v, d: B2 * v + (1 - B2) * d * d, server.v, d)
-        rate = server_lr * factor * trust(noise, doubt)
+        rate = server_lr * jnp.maximum(factor, 1) * trust(noise, doubt)
         step = jax.tree.map(lambda p: jnp.asarray(rate, p.dtype) * p, server_direction(m, v, tau))
         x = jax.tree.map(jnp.subtract, server.params, step)
         count = server.round + 1
         weight = (LATE + 1) / (LATE + count.astype(real))
         mean = jax.tree.map(lambda w, x: w + weight.astype(x.dtype) * (x - w), server.mean, x)
-        logs = {"client_rate": caution_in(count) * best_rate(smoothness), "server_rate": rate}
+        logs = {"client_rate": caution_in(count, factor) * best_rate(smoothness), "server_rate": rate}
         return Logged(AheadState(x, mean, step, m, v, factor, count, smoothness, noise), logs)
 
     def init(params: PyTree) -> AheadState:
