@@ -17,7 +17,7 @@
 - score measures candidates: a method and its options; METHOD alone runs it as it is
 - advise calls a function of (configuration as nested mappings) that returns a mapping with algorithm, options,
   client_work and seconds, and measures what it advises. By default the configuration names no method, so the advice
-  starts from FedACG's defaults; with --hook library_advice:advise it starts from FedAvg's
+  starts from the default method; with --hook library_advice:advise it starts from FedAvg's
 - seconds measures the processor time of the sweep and of the advice again, in turn; the page then uses these times
 - config prints a federation as a configuration (TOML)
 - pack writes the figures of the results, without curves, into one file; table writes the page

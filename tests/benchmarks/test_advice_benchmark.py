@@ -112,7 +112,7 @@ def test_the_page_does_not_count_federations_that_are_too_easy(bench):
             "best": {"rounds": rounds, "method": "fedavg", "values": {}},
             "target": {"share": 0.8},
             "tuning": {"fedavg": {"client_work": 50.0, "seconds": 9.0, "cpu_seconds": 4.0}},
-            "candidates": {"advice": advice, "defaults: fedavg": {"ratio": 3.0}, "defaults: fedacg": {"ratio": 0.5}},
+            "candidates": {"advice": advice, "defaults: fedavg": {"ratio": 3.0}, "self: fedauto_ahead": {"ratio": 0.5}},
         }
 
     found = {"crime": results(20, 1.0), "fares": results(3, 10.0)}
@@ -120,8 +120,8 @@ def test_the_page_does_not_count_federations_that_are_too_easy(bench):
     assert "within 1.2x on 1 of 1" in words
     assert "10% to 10% of the client work" in words
     assert "25% to 25% of its seconds" in words
-    assert "`fedacg`, geometric mean 0.50" in words
-    assert "worse than FedACG's defaults on crime." in words  # 1.0 against 0.5; fares does not count
+    assert "`fedauto_ahead`, without any tuning: within 1.2x on 1 of 1" in words
+    assert "worse than the default method on crime." in words  # 1.0 against 0.5; fares does not count
     assert "from FedAvg" not in words
     found["crime"]["candidates"]["advice, from FedAvg"] = {"ratio": 2.5}
     words = page._in_short(found)
