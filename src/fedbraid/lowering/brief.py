@@ -34,14 +34,16 @@ def compiler_options(wanted: Mapping[str, Any]) -> dict[str, Any]:
     """
     if jax.default_backend() != "cpu":
         return {}
-    return {name: value for name, value in wanted.items() if _knows(name, value)}
+    if _knows(*wanted.items()):
+        return dict(wanted)
+    return {name: value for name, value in wanted.items() if _knows((name, value))}
 
 
 @functools.cache
-def _knows(name: str, value: Any) -> bool:
-    """Whether the compiler accepts an option. XLA's options change between versions of jaxlib."""
+def _knows(*options: tuple[str, Any]) -> bool:
+    """Whether the compiler accepts options. XLA's options change between versions of jaxlib."""
     try:
-        jax.jit(lambda x: x).lower(0.0).compile(compiler_options={name: value})
+        jax.jit(lambda x: x).lower(0.0).compile(compiler_options=dict(options))
     except jax.errors.JaxRuntimeError:
         return False
     return True

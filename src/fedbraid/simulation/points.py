@@ -14,6 +14,7 @@ fewer points, the clients are spread over the devices as in a single run.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +31,7 @@ from fedbraid.core import Algorithm
 from fedbraid.costs import Cost, cost, data_shapes, nbytes
 from fedbraid.data.federated import Split
 from fedbraid.lowering import captured, notice_unmet
-from fedbraid.lowering.brief import BRIEF, compiler_options
+from fedbraid.lowering.brief import BRIEF, ONCE, compiler_options
 from fedbraid.metric import declared_by, is_client_column
 from fedbraid.simulation import checkpoint
 from fedbraid.simulation.asynchrony import Versions, no_past
@@ -58,6 +59,7 @@ PyTree = Any
 AXIS = "points"
 SECONDS = "seconds"  # column of evaluations: seconds since the start
 SHARE = 0.6  # share of a device's memory that one program may use
+LITTLE = 1_000_000  # parameters times local steps of a whole run; for less work optimizing a program does not pay
 WIDE = 16_000  # for models of fewer bytes, one matrix product for all points is faster than one per point
 
 
@@ -96,12 +98,15 @@ class Points:
         most: int | None = None,
         brief: bool = False,
     ) -> None:
-        self.compiler: dict[str, Any] = {"compiler_options": compiler_options(BRIEF)} if brief else {}
         self.study, self.options, self.schedule, self.seeds = study, options, schedule, tuple(seeds)
         split = study.data.train
         self.base: PointTask = study.build(study.first, study.data)
         alg = self.base.task.algorithm
         params = jax.eval_shape(lambda: self.base.init(self.seeds[0]))
+        self.compiler: dict[str, Any] = {}
+        if brief:
+            little = points == 1 and _work(alg, params, split, cohort * schedule.rounds) < LITTLE
+            self.compiler = {"compiler_options": compiler_options(ONCE if little else BRIEF)}
         if options.model_devices > 1:
             raise ValueError(
                 f"model_devices = {options.model_devices}: points that run together keep many models, and they are not "
@@ -434,6 +439,12 @@ def _memory(compiled: Any) -> int:
     """Bytes that a compiled program needs; 0 if the backend does not tell."""
     used = compiled.memory_analysis()
     return used.temp_size_in_bytes + used.output_size_in_bytes + used.argument_size_in_bytes if used else 0
+
+
+def _work(alg: Algorithm, params: PyTree, split: Split, visits: int) -> float:
+    """Parameters times local steps of ``visits`` visits of clients."""
+    steps = sum(float(np.sum(steps_of(exchange.client, split.sizes), axis=0).mean()) for exchange in alg.exchanges)
+    return visits * steps * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
 def _useful_lanes(plan: Plan, alg: Algorithm, split: Split) -> int:

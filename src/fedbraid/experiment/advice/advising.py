@@ -52,7 +52,7 @@ ADVISE, TRIALS, ADVISED, SUMMARY, PICTURE = (
 SHARE = 2  # without a budget the longest trials have this part of the configured rounds
 PER_ROUND = 48  # rounds of all trials together, for each round of the longest trials; measured, rounded up
 WRITE_EVERY = 5.0  # seconds; a pilot that is killed repeats at most the trials of this time
-EVALUATIONS = 100  # of a trial with all configured rounds
+EVALUATIONS = 60  # of a trial with all configured rounds
 UNITS = {"": "rounds", "r": "rounds", "round": "rounds", "rounds": "rounds"} | {"s": 1, "min": 60, "h": 3600}
 
 
