@@ -77,12 +77,12 @@ What the results changed:
   overfits. Now such a setting is not kept. With this change the advice there is FedAvg, with a ratio of 1.00; the other
   held-out rows stay the same.
 
-- *Fifth version*: `fedauto_ahead` is the default method and takes part in every pilot, because it was within 2x on 16 of
-  the 20 federations of the third and fourth set, where FedACG's defaults were on 9. On `credit`, `pitches` and `stops` it
-  did not settle, so its local steps now shrink if successive updates contradict each other. The configured setting is kept
-  unless another one saves a fifth of its rounds: on `tweets-lstm` and `courses-lstm` it was given up for one that was
-  worse on the test examples. In the tables of earlier sets, `fedauto_ahead` is the present version, which was designed on
-  them; its version of that time is a column of its own.
+- *Fifth version*: `fedauto_ahead` is the default method and takes part in every pilot, because it was within 2x on 16
+  of the 20 federations of the third and fourth set, and FedACG's defaults on 9. On `credit`, `pitches` and `stops` it
+  did not settle, so its local steps now shrink if successive updates contradict each other. The configured setting is
+  kept unless another one saves a fifth of its rounds: on `tweets-lstm` and `courses-lstm` it was given up for one that
+  was worse on the test examples. In the tables of earlier sets, `fedauto_ahead` is the present version, which was
+  designed on them; its version of that time is a column of its own.
 
 **Where advice is wrong.** Pilots are judged on a validation split, here of 200 to 600 examples. On `credit` SCAFFOLD
 needs fewer rounds than FedACG on the test examples, and more on the validation examples. On `insteval` the best
