@@ -37,7 +37,7 @@ CLOSE = math.log(1.3)  # with at most this regret
 CHECKED = 4  # settings that run to all configured rounds, the configured one included
 TIE = math.log(1.1)  # settings that are this close are as good
 CHANGE = math.log(1.25)  # the configured setting is changed only if another one saves this factor of rounds
-SETTLES = 0.05  # of the best improvement; the configured setting is kept if it settles at most this much worse
+SETTLES = 0.05  # of the best improvement; settings whose last values differ by less settle about as well
 WORTH = 1.5  # more local work is advised only if it saves this factor of rounds
 
 
@@ -193,17 +193,18 @@ def _to_the_end(
 
 
 def _choose(final: Ranking[Setting], ranking: Ranking[Setting], own: Setting, start: float) -> Setting:
-    """The best setting, or of those that are as good: the one that settles best with its worst seed. A setting that
-    overfits, has much noise or is close to divergence settles worse.
+    """The best setting. If it settles clearly worse (with its worst seed) than another one that is as good, that one: a
+    setting that overfits, has much noise or is close to divergence settles worse.
 
     The configured setting is kept if no other one saves a factor of `CHANGE` in rounds and it settles about as well.
     More local work must save a factor of `WORTH` in rounds, else the best with less is taken.
     """
     best = final.order[0]
     as_good = [one for one in final.order if one.work == best.work and final.regret[one] - final.regret[best] <= TIE]
-    safest = max(as_good, key=lambda one: final.ends[one])
+    settled = max(final.ends[one] for one in as_good) - SETTLES * (max(final.levels) - start)
+    safest = next(one for one in as_good if final.ends[one] >= settled)
     near = own in final.regret and own.work == best.work and final.regret[own] - final.regret[best] <= CHANGE
-    if near and final.ends[own] >= final.ends[safest] - SETTLES * (max(final.levels) - start):
+    if near and final.ends[own] >= settled:
         return own
     if best.work == 1:
         return safest
