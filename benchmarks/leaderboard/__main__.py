@@ -2,12 +2,12 @@
 
     python benchmarks/leaderboard --cell FEDERATION METHOD [--data DATA] [--files FILES]
     python benchmarks/leaderboard --all [--processes N] [--seconds S] [--out OUT] [--data DATA] [--files FILES]
-    python benchmarks/leaderboard --collect OUT [--commit COMMIT]
+    python benchmarks/leaderboard --collect OUT [--commit COMMIT] [--update]
     python benchmarks/leaderboard --page
 
 - --cell measures one cell, prints it, and says whether it agrees with docs/leaderboard.json
 - --all measures all cells, one JSON file each in OUT; cells that have a file are not measured again
-- --collect writes docs/leaderboard.json from the cells in OUT
+- --collect writes docs/leaderboard.json from the cells in OUT; with --update it replaces only these cells
 - --page writes docs/leaderboard.md and its picture from docs/leaderboard.json
 
 DATA is the folder of the federations; those that are not there are made by benchmarks/advice (some need FILES).
@@ -148,6 +148,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1e6, help="start no cell that would end later")
     parser.add_argument("--until", type=float, default=float("inf"), help=argparse.SUPPRESS)
     parser.add_argument("--commit", help="with --collect: the commit of the code that measured the cells")
+    parser.add_argument("--update", action="store_true", help="with --collect: keep the other cells")
     parser.add_argument("--rounds", type=int, help="fewer rounds, for a trial")
     return parser.parse_args()
 
@@ -168,7 +169,7 @@ def main() -> None:
     elif given.collect:
         from board import collect
 
-        print(collect(given.collect, DOCS, given.commit))
+        print(collect(given.collect, DOCS, given.commit, update=given.update))
     else:
         from board import write_page
 

@@ -21,19 +21,26 @@ LOWER = ("squared_error",)  # metrics that are better if they are lower
 Board = dict[str, Any]
 
 
-def collect(cells: Path, docs: Path, commit: str | None) -> str:
+def collect(cells: Path, docs: Path, commit: str | None, *, update: bool = False) -> str:
     """Write the data of the page from the cells in a folder; returns a sentence about them.
 
-    ``commit``: that of the code that measured them, if they were measured in a copy without a repository.
+    commit: that of the code that measured them, if they were measured in a copy without a repository.
+    update: replace these cells in the data, and keep the others. The page then says at which commit they were measured.
     """
     found = [json.loads(path.read_text()) for path in sorted(cells.glob("*.json"))]
     if not found:
         raise SystemExit(f"there are no cells in {cells}")
     order = plan.cells()
     found = [cell for cell in found if (cell["federation"], cell["method"]) in order]
-    found.sort(key=lambda cell: order.index((cell["federation"], cell["method"])))
     about = found[0].get("about") or record.about()
     about["commit"] = commit or about["commit"]
+    if update:
+        board = json.loads((docs / DATA).read_text(encoding="utf-8"))
+        later = {cell["method"]: about["commit"] for cell in found}
+        about = board["about"] | {"later": board["about"].get("later", {}) | later}
+        new = {(cell["federation"], cell["method"]) for cell in found}
+        found += [cell for cell in board["cells"] if (cell["federation"], cell["method"]) not in new]
+    found.sort(key=lambda cell: order.index((cell["federation"], cell["method"])))
     about |= {"core_seconds": round(sum(cell["seconds"] for cell in found)), "points": plan.POINTS}
     rows = [json.dumps({key: cell[key] for key in KEPT if key in cell}) for cell in found]
     text = f'{{"about": {json.dumps(about)},\n"cells": [\n' + ",\n".join(rows) + "\n]}\n"
@@ -148,8 +155,9 @@ RULES = """\
 **What can go wrong.** The budget is small, so a method with more options than a grid of {points} points can cover is at
 a disadvantage. "At the edge" in the tables means that the best value was the first or last of the grid, so a wider grid
 may be better. Methods for fairness (`afl`, `q_fedavg`) are ranked by the mean score, which is not what they optimise:
-see their worst tenth. `fedauto` was designed by us on five of these federations (digits-mlp, chem97, femnist-cnn,
-nafld2, breast-cancer): its fair test is the other three.
+see their worst tenth. `fedauto` and `fedauto_ahead` were designed by us on federations of
+[the benchmark of advice](advice-benchmark.md), `fedauto` on five of these (digits-mlp, chem97, femnist-cnn, nafld2,
+breast-cancer) and `fedauto_ahead` on all eight: their fair tests are the held-out federations there.
 """
 ENDING = """\
 ## Repeat it
@@ -168,7 +176,7 @@ All eight cells of FedAvg were repeated on another machine (an AMD EPYC instead 
 processors floating-point sums may differ in their last digits, and a long run can turn that into another third digit.
 
 Measured on {date} at commit {commit}: fedbraid {fedbraid}, jax {jax}, Python {python}; {machine};
-{core_seconds:,} core-seconds in all. Data: `docs/leaderboard.json`.
+{core_seconds:,} core-seconds in all.{later} Data: `docs/leaderboard.json`.
 """
 
 
@@ -184,7 +192,11 @@ def page(board: Board) -> str:
     left = [f"- `{name}`: {why}" for name, why in plan.LEFT_OUT.items()]
     left.append("- methods for personal models: the page is about one model for all clients")
     parts += ["## Methods that are not measured\n", "\n".join(left) + "\n", _missing(found)]
-    parts.append(ENDING.format(**board["about"]))
+    later = "".join(
+        f" The cells of `{method}` were measured later, at commit {commit}, on another machine."
+        for method, commit in board["about"].get("later", {}).items()
+    )
+    parts.append(ENDING.format(**board["about"] | {"later": later}))
     return "\n".join(parts)
 
 
