@@ -76,22 +76,25 @@ What the results changed:
 - *Since then*: on `software-mlp` the configured setting was as good as FedAvg in the pilot, and it was kept although it
   overfits. Now such a setting is not kept. With this change the advice there is FedAvg, with a ratio of 1.00; the other
   held-out rows stay the same.
-
 - *Fifth version*: `fedauto_ahead` is the default method and takes part in every pilot, because it was within 2x on 16
   of the 20 federations of the third and fourth set, and FedACG's defaults on 9. On `credit`, `pitches` and `stops` it
   did not settle, so its local steps now shrink if successive updates contradict each other. The configured setting is
   kept unless another one saves a fifth of its rounds: on `tweets-lstm` and `courses-lstm` it was given up for one that
   was worse on the test examples. In the tables of earlier sets, `fedauto_ahead` is the present version, which was
   designed on them; its version of that time is a column of its own.
+- *Since then*: on `villages` SCAFFOLD was the best setting of the pilot, and it was given up for FedAvg, which needed
+  7% more rounds there and settled a little better. Now the best setting is given up only for one that settles clearly
+  better. With this change the ratio on `villages` is 2.91, and the other held-out rows that count stay the same.
 
-**Where advice is wrong.** Pilots are judged on a validation split, here of 200 to 600 examples. On `credit` SCAFFOLD
-needs fewer rounds than FedACG on the test examples, and more on the validation examples. On `insteval` the best
+**Where advice is wrong.** Pilots are judged on a validation split, here of 200 to 600 examples. On `villages` the
+target is at 98% of the best improvement, and several settings reach that level on the validation examples at about the
+same time; `advise` said that it was not sure. On `credit` SCAFFOLD needs fewer rounds than FedACG on the test examples, and more on the validation examples. On `insteval` the best
 improvement is 1% of the loss, less than the noise of the validation examples. On `credit`, `pitches` and `software-mlp`
 `advise` said that it was not sure, and named settings that may be as good.
 
 **About the seconds.** At another hour of a busy machine the same sweep took 1.8 times the processor time. So seconds
 are those of pairs: a sweep and an advice in turn, each in a new process (command `seconds`). Compilation is the largest
-part: six programs in the sweep, one larger one in the advice.
+part for small models: six programs in the sweep, two in the advice, of which one is that of `fedauto_ahead`.
 
 **Other remarks.** Ratios in italics are those of the first measurement of the second version, which later only compiled
 faster. FedAvgM was tuned with momentum of kind "average" on the first federations for design (on `diamonds`:
@@ -244,9 +247,11 @@ def _costs_in_short(found: Results) -> str:
     if not shares:
         return ""
     work, seconds = ([share[i] for share in shares] for i in (0, 1))
+    spent = [_seconds(results) for results in found.values() if _shares(results) is not None]
+    total = sum(asked or 0.0 for _, asked in spent) / sum(sweep for sweep, _ in spent)
     return (
         f"The advice took {min(work):.0%} to {max(work):.0%} of the client work of the sweep, and "
-        f"{min(seconds):.0%} to {max(seconds):.0%} of its seconds."
+        f"{min(seconds):.0%} to {max(seconds):.0%} of its seconds ({total:.0%} for all federations together)."
     )
 
 
