@@ -88,7 +88,8 @@ What the results changed:
 
 **Where advice is wrong.** Pilots are judged on a validation split, here of 200 to 600 examples. On `villages` the
 target is at 98% of the best improvement, and several settings reach that level on the validation examples at about the
-same time; `advise` said that it was not sure. On `credit` SCAFFOLD needs fewer rounds than FedACG on the test examples, and more on the validation examples. On `insteval` the best
+same time; `advise` said that it was not sure. On `credit` SCAFFOLD needs fewer rounds than FedACG on the test examples,
+and more on the validation examples. On `insteval` the best
 improvement is 1% of the loss, less than the noise of the validation examples. On `credit`, `pitches` and `software-mlp`
 `advise` said that it was not sure, and named settings that may be as good.
 
