@@ -31,7 +31,9 @@ def draw_advice(race: Race, found: Found, summary: Mapping[str, Any]) -> Any:
     _rates(right, race, found, looks)
     words = summary["problem"] or f"advised: {found.best}"
     if summary["runners_up"]:
-        words += f"; {len(summary['runners_up'])} other settings are as good within the noise of the seeds"
+        count = len(summary["runners_up"])
+        others = "1 other setting is" if count == 1 else f"{count} other settings are"
+        words += f"; {others} as good within the noise of the seeds"
     figure.suptitle(words if len(words) < 130 else f"{words[:127]}...", x=0.01, ha="left", fontsize=11)
     return figure
 
