@@ -13,7 +13,14 @@ from fedbraid.experiment.cluster import Cluster, bundles, run_bundle, sweep_on
 from fedbraid.experiment.sweep import TRIALS, load_sweep, run_sweep
 from fedbraid.experiment.trials import read_trials
 
-SETTINGS = ["rounds=4", "model.name=softmax_regression", "cohort=4", "evaluation.every=2", "engine.devices=1"]
+SETTINGS = [
+    "algorithm.name=fedavg",
+    "rounds=4",
+    "model.name=softmax_regression",
+    "cohort=4",
+    "evaluation.every=2",
+    "engine.devices=1",
+]
 OVER = {"algorithm.client_lr": [0.01, 0.1], "algorithm.epochs": [1, 2]}
 
 

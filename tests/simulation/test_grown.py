@@ -495,8 +495,7 @@ def test_a_choice_is_checked():
 
 
 def test_explain_names_the_matrices():
-    made = CliRunner().invoke(
-        make_app(), ["run", "--explain", "--json", "--set", "engine.plan=lanes", "--set", "engine.matrices=grown"]
-    )
+    words = ["algorithm.name=fedavg", "engine.plan=lanes", "engine.matrices=grown"]
+    made = CliRunner().invoke(make_app(), ["run", "--explain", "--json", *(x for w in words for x in ("--set", w))])
     assert made.exit_code == 0, made.output
     assert any("the shared matrix plus" in line for line in json.loads(made.output)["matrices"]["train"])

@@ -27,7 +27,7 @@ SPLIT = ("algorithm.protocol=split-cohort",)
 TABLE = {  # models both ways: the communication table of elastic aggregation, and Table 4 of Mime
     "FedAvg": (("algorithm.name=fedavg",), 2),
     "SCAFFOLD": (("algorithm.name=scaffold",), 4),
-    "Elastic": (('transforms=[{name="elastic"}]',), 3),
+    "Elastic": (("algorithm.name=fedavg", 'transforms=[{name="elastic"}]'), 3),
     "MimeLiteMom": (("algorithm.name=mimelite", "algorithm.base=momentum", *SPLIT), 5),
     "MimeLiteAdam": (("algorithm.name=mimelite", "algorithm.base=adam", *SPLIT), 6),
     "MimeMom": (("algorithm.name=mime", "algorithm.base=momentum", *SPLIT), 6),
@@ -45,7 +45,8 @@ def test_a_file_with_a_stack(tmp_path):
     """The digits MLP has arrays of 4096, 64, 640 and 10 numbers. A twentieth of each is sent, one byte per value."""
     file = tmp_path / "stack.toml"
     file.write_text(
-        'cohort = 7\nrounds = 11\n[[transforms]]\nname = "top_k"\nfraction = 0.05\n[[transforms]]\nname = "quantize"\n'
+        'cohort = 7\nrounds = 11\nalgorithm.name = "fedavg"\n'
+        '[[transforms]]\nname = "top_k"\nfraction = 0.05\n[[transforms]]\nname = "quantize"\n'
     )
     report = run(config=file)
     places = 205 * 2 + 4 * 1 + 32 * 2 + 1 * 1
