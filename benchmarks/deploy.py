@@ -175,7 +175,7 @@ def node_seconds(app: Path, data: Path, cache: Path) -> tuple[float, float]:
 def measure(nodes: int, rounds: int, repeats: int, hidden: int) -> dict:
     folder = Path(tempfile.mkdtemp(prefix="fedbraid-deploy-"))
     settings = [f"data.clients={nodes}", "cohort=all", f"rounds={rounds}", f"model.hidden=[{hidden}]"]
-    config = load_config(None, [*settings, "algorithm.batch_size=20", "algorithm.client_lr=0.1"])
+    config = load_config(None, [*settings, "algorithm={name='fedavg', batch_size=20, client_lr=0.1}"])
     ours, peer = folder / "ours", folder / "peer"
     write_app(ours, config)
     write_peer(peer, [64, hidden, 10], nodes)

@@ -31,9 +31,12 @@ import numpy as np
 RATES = [float(f"{10**e:.12g}") for e in np.linspace(-4, 0, 9)]
 KEY = "algorithm.client_lr"
 MODELS = {
-    "softmax": ["model.name=softmax_regression"],
-    "mlp": ["model.name=mlp", "model.hidden=[64]"],
-    "lstm": ["model.name=char_lstm", "algorithm.batch_size=10", "cohort=20", "evaluation.every=10"],
+    "softmax": ["algorithm.name=fedavg", "model.name=softmax_regression"],
+    "mlp": ["algorithm.name=fedavg", "model.name=mlp", "model.hidden=[64]"],
+    "lstm": [
+        *("algorithm.name=fedavg", "algorithm.batch_size=10"),
+        *("model.name=char_lstm", "cohort=20", "evaluation.every=10"),
+    ],
 }
 
 
