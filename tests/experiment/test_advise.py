@@ -376,6 +376,18 @@ def test_of_settings_that_are_as_good_the_one_that_settles_best_is_taken():
     assert pilot._choose(final, final, third, 0.0) == other
 
 
+def test_the_best_setting_is_given_up_only_for_one_that_settles_clearly_better():
+    best, other = (Setting("fedavg", 1, (("client_lr", rate),)) for rate in (0.1, 0.3162))
+    elsewhere = Setting("fedacg", 1, (("client_lr", 1.0),))  # the configured one did not run to the end
+    quick, slow = 1 - np.exp(-AT / 10), 1 - np.exp(-AT / 10.5)
+    for loss, expected in ((0.03, best), (0.2, other)):
+        final = rank({best: curves(quick - loss * np.maximum(0, AT - 80) / 20), other: curves(slow)}, 0.0)
+        assert final.order == [best, other]
+        assert final.regret[other] <= pilot.TIE
+        assert final.ends[other] > final.ends[best]
+        assert pilot._choose(final, final, elsewhere, 0.0) == expected
+
+
 def test_the_configured_setting_is_changed_only_if_that_saves_a_fifth_of_the_rounds():
     own, other = (Setting("fedacg", 1, (("client_lr", rate),)) for rate in (0.1, 0.3162))
     for time, expected in ((9.0, own), (14.0, other)):

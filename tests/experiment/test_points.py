@@ -9,7 +9,7 @@ from fedbraid import address, simulate
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.experiment import build
 from fedbraid.experiment.points import brief_init, points_program, traceable, with_values
-from fedbraid.lowering.brief import BRIEF, compiler_options
+from fedbraid.lowering.brief import BRIEF, ONCE, compiler_options
 from fedbraid.simulation import Checkpoints
 from fedbraid.simulation.feed import Feed
 from told import told
@@ -189,6 +189,17 @@ def test_programs_that_compile_fast_give_the_same_numbers(several):
         *map(jax.tree.leaves, (brief_init(experiment)(key), experiment.model.init(key))), strict=True
     ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+def test_a_single_point_with_little_work_is_not_optimized(several):
+    config, data, points, _, outcome = several
+    program = points_program(config, data, [RATE], points=1, seeds=[3], test=data.test, brief=True)
+    assert program.compiler["compiler_options"] == compiler_options(ONCE)
+    once = program.run(points[:1], seed=3, rounds=6)
+    np.testing.assert_allclose(once.evaluations["test_loss"][0], outcome.evaluations["test_loss"][0], rtol=1e-5)
+    longer = config.model_copy(update={"rounds": 100_000})
+    program = points_program(longer, data, [RATE], points=1, seeds=[3], test=data.test, brief=True)
+    assert program.compiler["compiler_options"] == compiler_options(BRIEF)
 
 
 def test_unknown_compiler_options_are_left_out_and_known_ones_kept():
