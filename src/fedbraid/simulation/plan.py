@@ -48,6 +48,7 @@ __all__ = [
     "lay_out",
     "most_clients",
     "steps_of",
+    "steps_per_client",
 ]
 
 LANES = 32  # enough to fill a large GPU; more lanes only mask more steps
@@ -126,6 +127,12 @@ def steps_of(client: Callable, sizes: np.ndarray) -> list[np.ndarray]:
     if not isinstance(client, LocalWork):
         return [np.ones_like(sizes)]
     return [np.broadcast_to(fold.batches.count(sizes), sizes.shape) for fold in client.folds]
+
+
+def steps_per_client(alg: Algorithm, sizes: np.ndarray) -> float:
+    """Local steps of all exchanges of a round, on average over clients with ``sizes`` examples."""
+    steps = [np.sum(steps_of(exchange.client, sizes), axis=0) for exchange in alg.exchanges]
+    return float(np.sum(steps, axis=0).mean())
 
 
 def cohorts_of(alg: Algorithm, seed: int, round_: int, population: int, size: int) -> list[np.ndarray]:

@@ -46,7 +46,7 @@ from fedbraid.simulation.options import EngineOptions
 from fedbraid.simulation.padding import check_padding, recorded_losses
 from fedbraid.simulation.personal import Layout, PersonalEvaluator, has_own_models, layout_of
 from fedbraid.simulation.placement import states_on_host, streams, without_lanes
-from fedbraid.simulation.plan import Plan, choose_plan, steps_of
+from fedbraid.simulation.plan import Plan, choose_plan, steps_of, steps_per_client
 from fedbraid.simulation.points_result import PointsResult, joined
 from fedbraid.simulation.program import Program
 from fedbraid.simulation.result import Checkpoints
@@ -105,7 +105,9 @@ class Points:
         params = jax.eval_shape(lambda: self.base.init(self.seeds[0]))
         self.compiler: dict[str, Any] = {}
         if brief:
-            little = points == 1 and _work(alg, params, split, cohort * schedule.rounds) < LITTLE
+            size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+            work = size * steps_per_client(alg, split.sizes) * cohort * schedule.rounds
+            little = points == 1 and work < LITTLE
             self.compiler = {"compiler_options": compiler_options(ONCE if little else BRIEF)}
         if options.model_devices > 1:
             raise ValueError(
@@ -439,12 +441,6 @@ def _memory(compiled: Any) -> int:
     """Bytes that a compiled program needs; 0 if the backend does not tell."""
     used = compiled.memory_analysis()
     return used.temp_size_in_bytes + used.output_size_in_bytes + used.argument_size_in_bytes if used else 0
-
-
-def _work(alg: Algorithm, params: PyTree, split: Split, visits: int) -> float:
-    """Parameters times local steps of ``visits`` visits of clients."""
-    steps = sum(float(np.sum(steps_of(exchange.client, split.sizes), axis=0).mean()) for exchange in alg.exchanges)
-    return visits * steps * sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
 def _useful_lanes(plan: Plan, alg: Algorithm, split: Split) -> int:

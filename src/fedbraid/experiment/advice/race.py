@@ -37,7 +37,7 @@ from fedbraid.experiment.lab import Lab, SweepSettings
 from fedbraid.experiment.trials import Row, Trials
 from fedbraid.experiment.tuning import advance
 from fedbraid.metric import Metric
-from fedbraid.simulation.plan import steps_of
+from fedbraid.simulation.plan import steps_per_client
 from fedbraid.simulation.points import Points, PointsResult
 
 __all__ = ["MORE_SEEDS", "Budget", "Race", "RaceNews", "Track", "horizons_of"]
@@ -334,7 +334,7 @@ class Race:
 
     def work_of(self, setting: Setting) -> float:
         """Local steps that one client takes in a round, on average over all clients."""
-        return steps_per_client(self.program(setting)[1].base.task.algorithm, self.held[0])
+        return steps_per_client(self.program(setting)[1].base.task.algorithm, self.held[0].train.sizes)
 
     def bytes_of(self, setting: Setting) -> int:
         """Bytes that one client receives and sends in a round."""
@@ -343,12 +343,6 @@ class Race:
             traffic = cost(experiment.algorithm, experiment.shapes, self.held[0])
             self.costs[setting.method] = traffic.down + traffic.up
         return self.costs[setting.method]
-
-
-def steps_per_client(algorithm: Any, data: FederatedData) -> float:
-    """Local steps of all exchanges of a round, on average over the clients."""
-    steps = [np.sum(steps_of(exchange.client, data.train.sizes), axis=0) for exchange in algorithm.exchanges]
-    return float(np.sum(steps, axis=0).mean())
 
 
 def setting_of(row: Mapping[str, Any]) -> Setting:
