@@ -1,11 +1,12 @@
 """flax.nnx modules as models; runs where flax is installed (`make torch-test`)."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fedbraid as fb
-from fedbraid.lowering import explain_function
+from fedbraid.lowering import Lanes, LoweringOptions, explain, explain_function, kernels
 from fedbraid.models import from_nnx
 
 nnx = pytest.importorskip("flax.nnx")
@@ -57,6 +58,42 @@ def test_dropout_is_drawn_from_the_key_and_the_module_is_not_changed():
     run = fb.simulate(algorithm, params, fb.Split(BATCH, np.array([0, 5])), rounds=2, cohort=1)
     assert float(np.abs(run.params["conv"]["kernel"] - params["conv"]["kernel"]).max()) > 0
     jax.tree.map(np.testing.assert_array_equal, from_nnx(net).init(None), params)
+
+
+class Transformer(nnx.Module):
+    """A block of flax's own layers; ``rate``: of dropout inside the attention."""
+
+    def __init__(self, rngs, rate):
+        self.embedding = nnx.Embed(300, 64, rngs=rngs)
+        self.norm1, self.norm2, self.norm3 = (nnx.LayerNorm(64, rngs=rngs) for _ in range(3))
+        self.attention = nnx.MultiHeadAttention(4, 64, dropout_rate=rate, decode=False, rngs=rngs)
+        self.up, self.down = nnx.Linear(64, 256, rngs=rngs), nnx.Linear(256, 64, rngs=rngs)
+        self.out = nnx.Linear(64, 300, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embedding(tokens)
+        x = x + self.attention(self.norm1(x), mask=nnx.make_causal_mask(tokens))
+        x = x + self.down(nnx.gelu(self.up(self.norm2(x))))
+        return self.out(self.norm3(x))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_on_a_gpu_transformers_run_in_kernels(rate, monkeypatch):
+    """Nothing runs: programs are traced as for an NVIDIA GPU."""
+    monkeypatch.setattr(kernels, "platform", lambda: "cuda")
+    monkeypatch.setattr(kernels, "_recent", lambda: True)
+    model = from_nnx(Transformer(nnx.Rngs(0), rate), score="tokens")
+    text, number = jax.ShapeDtypeStruct((800, 32), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    algorithm = fb.fedavg(model.loss, client_lr=0.05, batch_size=8, epochs=1)
+    data = fb.ClientData({"x": text, "y": text}, number, number, 40)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    found = explain(algorithm, params, data, LoweringOptions(precision="bfloat16"), Lanes(20, 40))
+    attention = (
+        ["attention", "attention_back"] if rate == 0 else ["attention_with_dropout", "attention_back_with_dropout"]
+    )
+    names = [*attention, "activation_back", "log_sum_exp", "row_norm", "row_norm_back"]
+    twice = ["add_row_norm x 2", "add_row_norm_back x 2"]
+    assert found.kernels["train"] == sorted([f"{name} x 1" for name in names] + twice)
 
 
 def test_nnx_refusals():

@@ -4,19 +4,22 @@ from collections import Counter
 
 import equinox as eqx
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import scipy.special
 
 from fedbraid import models
 from fedbraid.lowering import attention, fused, kernels, row_norm
-from fedbraid.lowering.attention import Heads
+from fedbraid.lowering.attention import Given, Heads
 from fedbraid.lowering.explanation import _kernel_names
 from fedbraid.lowering.kernels import attention as attention_kernel
 from fedbraid.lowering.kernels import rows as rows_kernel
 from fedbraid.lowering.kernels import smooth as smooth_kernel
 from fedbraid.lowering.mixed import narrow_activations
+from fedbraid.lowering.patterns import inlined
 from fedbraid.lowering.row_norm import RowNorm
 
 RNG = np.random.default_rng(0)
@@ -65,11 +68,11 @@ def test_the_kernel_of_attention(t, s, heads, keys, causal, padded):
     how = Heads(((0, 0), (1, 0), (2, 0)), heads, keys, 0.3, causal)
     seen = np.broadcast_to(real[:, None, :], (2, t, s)) & (np.tri(t, s, dtype=bool) if causal else True)
     np.testing.assert_allclose(
-        attention_kernel.attend(args, (None, mask), how), softmax_attention(*args, 0.3, seen), atol=1e-5
+        attention_kernel.attend(args, Given(mask=mask), how), softmax_attention(*args, 0.3, seen), atol=1e-5
     )
     assert_same(
-        lambda *a: attention_kernel.attend(a, (None, mask), how),
-        lambda *a: attention.plainly(a, None, mask, how),
+        lambda *a: attention_kernel.attend(a, Given(mask=mask), how),
+        lambda *a: attention.plainly(a, Given(mask=mask), how),
         *args,
     )
 
@@ -77,11 +80,30 @@ def test_the_kernel_of_attention(t, s, heads, keys, causal, padded):
 def test_queries_keys_and_values_in_one_array_with_a_bias():
     how = Heads(((0, 0), (0, 4), (0, 8)), 4, 4, 0.3, True)
     assert_same(
-        lambda x, bias: attention_kernel.attend((x,), (bias, None), how),
-        lambda x, bias: attention.plainly((x,), bias, None, how),
+        lambda x, bias: attention_kernel.attend((x,), Given(bias), how),
+        lambda x, bias: attention.plainly((x,), Given(bias), how),
         draw(2, 20, 12, 24),
         draw(12, 24),
     )
+
+
+@pytest.mark.parametrize(("heads", "keys"), [(4, 4), (6, 2)])
+def test_dropout_in_the_kernel_of_attention(heads, keys):
+    t, rate = 20, 0.25
+    args = draw(2, t, heads, 24), draw(2, t, keys, 24), draw(2, t, keys, 24)
+    kept = jnp.asarray(RNG.random((2, heads, t, t)) >= rate)
+    given = Given(kept=kept.astype(jnp.int8))
+    how = Heads(((0, 0), (1, 0), (2, 0)), heads, keys, 0.3, True, factor=1 / (1 - rate))
+
+    def wanted(q, k, v):
+        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+        k, v = (jnp.repeat(x, heads // keys, axis=1) for x in (k, v))
+        scores = jnp.where(jnp.tri(t, dtype=bool), 0.3 * q @ k.swapaxes(2, 3), -jnp.inf)
+        return (jax.nn.softmax(scores) * kept / (1 - rate) @ v).swapaxes(1, 2)
+
+    np.testing.assert_allclose(attention_kernel.attend(args, given, how), wanted(*args), atol=1e-5)
+    assert_same(lambda *a: attention_kernel.attend(a, given, how), wanted, *args)
+    assert_same(lambda *a: attention.plainly(a, given, how), wanted, *args)
 
 
 @pytest.mark.parametrize("norm", [RowNorm(), RowNorm(1e-3, centred=False)])
@@ -104,7 +126,7 @@ def test_the_kernels_of_norms(n, c, norm):
 def test_the_kernels_of_activations_and_cross_entropies(monkeypatch):
     monkeypatch.setattr(smooth_kernel, "LOGITS", (4, 16))
     assert_same(
-        lambda x, b: fused.elementwise(jax.nn.gelu, x, b, kernel=True),
+        lambda x, b: fused.elementwise(jax.nn.gelu, x, b, kernel=jax.nn.gelu),
         lambda x, b: jax.nn.gelu(x + b),
         draw(70, 20),
         draw(20),
@@ -116,29 +138,87 @@ def test_the_kernels_of_activations_and_cross_entropies(monkeypatch):
     assert fused.log_sum_exp(jnp.full((1, 20), -jnp.inf), True) == -jnp.inf
 
 
+def test_erf_of_operations_that_kernels_have():
+    x = np.linspace(-6, 6, 1001, dtype=np.float32)
+    for name, wanted, sign in (("erf", scipy.special.erf, 1), ("erfc", scipy.special.erfc, -1)):
+        function = fused.IN_KERNELS[name]
+        np.testing.assert_allclose(function(x), wanted(x.astype(float)), atol=4e-7)
+        slope = sign * 2 / np.sqrt(np.pi) * np.exp(-(x.astype(float) ** 2))
+        np.testing.assert_allclose(jax.vmap(jax.grad(function))(x), slope, atol=1e-6)
+
+
+def test_operations_that_change_nothing_are_left_out():
+    def names(function, x):
+        return [e.primitive.name for e in inlined(jax.make_jaxpr(function)(x)).jaxpr.eqns]
+
+    x, number = draw(3), jnp.float32(2)
+    for same in (lambda x: x * 1.0, lambda x: 1.0 * x, lambda x: x / 1.0, lambda x: x + 0.0, lambda x: x - 0.0):
+        assert names(lambda x, same=same: jnp.exp(same(x)), x) == ["exp"]
+    for other in (lambda x: 1.0 / x, lambda x: 0.0 - x, lambda x: x * 0.0, lambda x: x + 1.0):
+        assert len(names(lambda x, other=other: jnp.exp(other(x)), x)) == 2
+    assert "add" in names(lambda n: jax.lax.add(jnp.zeros(3), n), number)  # a sum that repeats the number
+    for power in (2.0, 3.0, 8.0):
+        program = inlined(jax.make_jaxpr(lambda x, power=power: jax.lax.pow(x, power))(x))
+        np.testing.assert_allclose(
+            jax.extend.core.jaxpr_as_fun(program)(x)[0], np.asarray(x, float) ** power, rtol=1e-5
+        )
+        assert [e.primitive.name for e in program.jaxpr.eqns] == ["integer_pow"]
+    assert names(lambda x: jax.lax.pow(x, 2.5), x) == ["pow"]
+
+
 def batch(count=8):
     text = RNG.integers(1, VOCAB, (count, T + 1))
     return {"x": jnp.asarray(text[:, :-1]), "y": jnp.asarray(text[:, 1:]), "mask": jnp.ones(count)}
 
 
-def written_by_hand():
-    """A GPT of plain jax.numpy: packed queries, keys and values, a mask of -1e9, log_softmax."""
+def plain_norm(x, scale, shift):
+    mean = x.mean(-1, keepdims=True)
+    return (x - mean) * jax.lax.rsqrt(jnp.square(x - mean).mean(-1, keepdims=True) + 1e-5) * scale + shift
 
-    def norm(x, scale, shift):
-        mean = x.mean(-1, keepdims=True)
-        return (x - mean) * jax.lax.rsqrt(jnp.square(x - mean).mean(-1, keepdims=True) + 1e-5) * scale + shift
+
+def plain_attention(qkv, key):
+    """Packed queries, keys and values, and a mask of -1e9."""
+    b = len(qkv) // T
+    qkv = qkv.reshape(b, T, 3, HEADS, -1)
+    q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) / 4
+    scores = jnp.where(jnp.tril(jnp.ones((T, T), bool)), scores, -1e9)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v).reshape(-1, WIDTH)
+
+
+def flax_norm(x, scale, shift):
+    """As flax has it: the mean of squares minus the square of the mean, and the scale multiplied first."""
+    mean = x.mean(-1)
+    variance = jnp.maximum(0.0, jnp.square(x).mean(-1) - jnp.square(mean))
+    factor = jax.lax.rsqrt(variance[..., None] + 1e-5) * scale.reshape(1, 1, -1)
+    return (x - mean[..., None]) * factor + shift.reshape(1, 1, -1)
+
+
+def torch_attention(qkv, key, *, dropped=lambda weights, kept: jnp.where(kept, weights / 0.9, 0)):
+    """As PyTorch has it: a mask that is added, dropout of the weights, heads before positions."""
+    q, k, v = jnp.split(qkv.reshape(-1, T, 3 * WIDTH), 3, axis=-1)
+    q, k, v = (x.reshape(-1, T, HEADS, WIDTH // HEADS).transpose(0, 2, 1, 3) for x in (q, k, v))
+    scores = (q @ k.swapaxes(-1, -2)) * 0.25
+    scores = scores + jnp.where(jnp.tril(jnp.ones((T, T), bool)), 0.0, -jnp.inf)
+    kept = jax.random.bernoulli(key, 0.9, scores.shape)
+    return (dropped(jax.nn.softmax(scores), kept) @ v).transpose(0, 2, 1, 3).reshape(-1, WIDTH)
+
+
+def flax_attention(qkv, key):
+    """As flax has it: the weights are multiplied by zeros and a factor, which heads share."""
+    return torch_attention(qkv, key, dropped=lambda weights, kept: weights * (kept[:, :1].astype(jnp.float32) / 0.9))
+
+
+def written_by_hand(norm=plain_norm, attention=plain_attention, activation=jax.nn.gelu):
+    """A GPT of plain jax.numpy, with log_softmax."""
 
     def loss(p, batch, key):
         b = len(batch["x"])
         x = p["e"][batch["x"]]
         for w in p["blocks"]:
-            qkv = (norm(x, w["s1"], w["b1"]).reshape(-1, WIDTH) @ w["qkv"] + w["qb"]).reshape(b, T, 3, HEADS, -1)
-            q, k, v = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
-            scores = jnp.einsum("bthd,bshd->bhts", q, k) / 4
-            scores = jnp.where(jnp.tril(jnp.ones((T, T), bool)), scores, -1e9)
-            a = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v).reshape(-1, WIDTH)
+            a = attention(norm(x, w["s1"], w["b1"]).reshape(-1, WIDTH) @ w["qkv"] + w["qb"], key)
             x = x + (a @ w["o"] + w["ob"]).reshape(b, T, WIDTH)
-            hidden = jax.nn.gelu(norm(x, w["s2"], w["b2"]).reshape(-1, WIDTH) @ w["up"] + w["ub"])
+            hidden = activation(norm(x, w["s2"], w["b2"]).reshape(-1, WIDTH) @ w["up"] + w["ub"])
             x = x + (hidden @ w["down"] + w["db"]).reshape(b, T, WIDTH)
         scored = jax.nn.log_softmax(x.reshape(-1, WIDTH) @ p["head"] + p["hb"])
         return -jnp.take_along_axis(scored, batch["y"].reshape(-1, 1), 1).mean()
@@ -150,7 +230,11 @@ def written_by_hand():
         return jax.tree.map(lambda w: 0.06 * w, big) | zero | norms
 
     ends = {"e": 0.06 * draw(VOCAB, WIDTH), "head": 0.06 * draw(WIDTH, VOCAB), "hb": jnp.zeros(VOCAB)}
-    return loss, ends | {"blocks": [block(), block()]}, batch()
+    return loss, spread(ends | {"blocks": [block(), block()]}), batch()
+
+
+def gelu(x):
+    return jax.nn.gelu(x, approximate=False)
 
 
 def spread(params):
@@ -212,9 +296,9 @@ def encoder():
     return model.loss, spread(model.init(KEY)), examples
 
 
-def with_bias(kernels):
-    """The same kernels, of which those for attention add a bias."""
-    return {name + "_with_bias" * name.startswith("attention"): count for name, count in kernels.items()}
+def with_bias(kernels, more=""):
+    """The same kernels, of which those for attention add a bias, and have more in their name."""
+    return {name + f"_with_bias{more}" * name.startswith("attention"): count for name, count in kernels.items()}
 
 
 BLOCKS = {
@@ -226,8 +310,17 @@ BLOCKS = {
     "activation_back": 2,
 }
 ONE = {"attention": 1, "attention_back": 1, "activation_back": 1, "row_norm": 1, "row_norm_back": 1}
+RESIDUAL = {"add_row_norm": 3, "add_row_norm_back": 3}
 FOUND = {
-    "by hand": (written_by_hand, with_bias(BLOCKS) | {"add_row_norm": 3, "add_row_norm_back": 3}),
+    "by hand": (written_by_hand, with_bias(BLOCKS) | RESIDUAL),
+    "as in torch": (
+        lambda: written_by_hand(attention=torch_attention, activation=gelu),
+        with_bias(BLOCKS, "_with_dropout") | RESIDUAL,
+    ),
+    "as in flax": (
+        lambda: written_by_hand(flax_norm, flax_attention, gelu),
+        with_bias(BLOCKS, "_with_dropout") | RESIDUAL,
+    ),
     "gpt": (of_the_library, with_bias(BLOCKS) | {"add_row_norm": 4, "add_row_norm_back": 4}),
     "rotary": (lambda: of_the_library(positions="rotary"), BLOCKS | {"add_row_norm": 4, "add_row_norm_back": 4}),
     "equinox": (of_equinox, ONE | {"add_row_norm": 1, "add_row_norm_back": 1, "log_sum_exp": 1}),
@@ -275,8 +368,17 @@ def test_what_is_not_attention_is_left_alone():
         y = x @ w
         return jnp.sum((jax.nn.softmax(2 * jnp.where(y @ y.T > 0, y @ y.T, -1e9)) @ y @ w) ** 2)
 
+    def added(w, x):  # a bias of the scores that is no mask
+        y = x @ w
+        bias = jnp.where(jnp.tril(jnp.ones((20, 20), bool)), 0.0, -5.0)
+        return jnp.sum((jax.nn.softmax(y @ y.T + bias) @ y @ w) ** 2)
+
+    def weighted(w, x):  # no weight is removed
+        y = x @ w
+        return jnp.sum((jax.nn.softmax(y @ y.T) * jnp.where(x[:, :1] > 0, 2.0, 1.0) @ y @ w) ** 2)
+
     w, x = 0.3 * draw(16, 16), draw(20, 16)
-    for function in (across, scaled_after):
+    for function in (across, scaled_after, added, weighted):
         program = jax.make_jaxpr(jax.grad(narrow_activations(function)))(w, x)
         assert list(_kernel_names(program.jaxpr)) == []
         exact = jax.grad(function)(w, x)
@@ -287,10 +389,12 @@ def test_what_is_not_attention_is_left_alone():
 def test_the_programs_are_lowered_for_a_gpu(monkeypatch):
     for module in (attention_kernel, rows_kernel, smooth_kernel):
         monkeypatch.setattr(module, "interpreted", lambda: False)
-    loss, params, examples = of_the_library()
-    narrow = narrow_activations(loss)
-    traced = jax.jit(jax.grad(lambda p: narrow(p, examples, KEY))).trace(params)
-    assert "add_row_norm_back" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    for name, kernel in (("gpt", "attention_back_with_bias"), ("as in torch", "attention_back_with_bias_with_dropout")):
+        loss, params, examples = FOUND[name][0]()
+        narrow = narrow_activations(loss)
+        traced = jax.jit(jax.grad(lambda p, narrow=narrow, examples=examples: narrow(p, examples, KEY))).trace(params)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert all(f'"{one}"' in text for one in (kernel, "activation_back", "add_row_norm_back"))
 
 
 def test_the_logits_of_a_language_model_are_stored_narrow_and_those_of_few_classes_are_not():

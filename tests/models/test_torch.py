@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import sys
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -56,6 +57,69 @@ class Recurrent(nn.Module):
         return self.out(y) + sum(part.mean() for part in lasts)
 
 
+class Transformer(nn.Module):
+    """A language model of PyTorch's own layers."""
+
+    def __init__(self, vocab=20, width=8, heads=2, length=12, norm_first=True, layers=2):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, width)
+        self.positions = nn.Parameter(0.1 * torch.randn(length, width))
+        options = {"activation": "gelu", "batch_first": True, "norm_first": norm_first}
+        block = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.1, **options)
+        self.blocks = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
+        self.out = nn.Linear(width, vocab)
+
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.out(self.blocks(self.embedding(x) + self.positions, mask=mask, is_causal=True))
+
+
+class Attending(nn.Module):
+    """``nn.MultiheadAttention`` with every kind of mask."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.embedding = nn.Embedding(20, 8)
+        self.attention = nn.MultiheadAttention(8, 2, bias=kind != "weights", batch_first=kind != "positions first")
+        self.out = nn.Linear(8, 20)
+
+    def forward(self, x):
+        h, t = self.embedding(x), x.shape[1]
+        later = torch.triu(torch.ones(t, t, dtype=torch.bool), 1)
+        if self.kind == "padding":  # one query sees no key
+            y, _ = self.attention(h, h, h, key_padding_mask=x < 5, attn_mask=later, need_weights=False)
+        elif self.kind == "weights":
+            y, weights = self.attention(h, h, h, attn_mask=torch.zeros(t, t).masked_fill(later, -torch.inf))
+            y = y + weights.sum(-1, keepdim=True) * weights.max()
+        else:
+            y = self.attention(*[h.transpose(0, 1)] * 3, need_weights=False)[0].transpose(0, 1)
+        return self.out(h + y)
+
+
+class NanoGPT(nn.Module):
+    """Attention as people write it: one product for queries, keys and values, and the fused function."""
+
+    def __init__(self, vocab, width, heads, length):
+        super().__init__()
+        self.heads = heads
+        self.embedding, self.positions = nn.Embedding(vocab, width), nn.Embedding(length, width)
+        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(width) for _ in range(3))
+        self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.out = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        b, t, width = x.shape
+        split = self.qkv(self.norm1(x)).split(width, dim=2)
+        q, k, v = (part.view(b, t, self.heads, width // self.heads).transpose(1, 2) for part in split)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.projection(y.transpose(1, 2).contiguous().view(b, t, width))
+        x = x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+        return self.out(self.norm3(x))
+
+
 MODULES = {
     "cnn": lambda n: (n.CNN(5), IMAGES, {"image": (28, 28, 1)}),
     "lstm": lambda n: (n.CharLSTM(20, hidden=8), TOKENS, {}),
@@ -72,6 +136,11 @@ MODULES = {
         TOKENS,
         {},
     ),
+    "transformer": lambda n: (Transformer(), TOKENS, {}),
+    "nano gpt": lambda n: (NanoGPT(20, 8, 2, 12), TOKENS, {}),
+    "attention, padding": lambda n: (Attending("padding"), TOKENS, {}),
+    "attention, weights": lambda n: (Attending("weights"), TOKENS, {}),
+    "attention, positions first": lambda n: (Attending("positions first"), TOKENS, {}),
 }
 
 
@@ -149,6 +218,60 @@ def test_on_a_gpu_they_run_in_the_kernels_of_our_own_models(networks, monkeypatc
     ]
     theirs, ours = (explained(model, 30, 10, text, text) for model in (networks.char_lstm(90), char_lstm(90)))
     assert theirs.kernels["train"] == ours.kernels["train"] == ["lstm_backwards x 1", "lstm_forwards x 1"]
+
+
+def one_block(attention="", *, norms=2, biased=True):
+    """The kernels of a block and the loss. ``norms``: those that follow a residual connection."""
+    names = [f"attention{attention}", f"attention_back{attention}", "log_sum_exp", *["activation_back"] * biased]
+    counts = Counter(names) + Counter({"add_row_norm": norms, "add_row_norm_back": norms})
+    return counts + Counter({"row_norm": 1, "row_norm_back": 1})
+
+
+TRANSFORMERS = {
+    "nano gpt": (lambda n: NanoGPT(300, 64, 4, 32), one_block("_with_bias")),
+    "gpt2": (lambda n: n.gpt2_module(300, 64, 1), one_block("_with_bias")),
+    "llama": (lambda n: n.llama_module(300, 64, 1), one_block(biased=False)),  # no layer has a bias
+    "layers": (lambda n: Transformer(300, 64, 4, 32, layers=1), one_block("_with_dropout", norms=1)),
+    "layers, norm last": (
+        lambda n: Transformer(300, 64, 4, 32, norm_first=False, layers=1),
+        one_block("_with_dropout") - Counter(["row_norm", "row_norm_back"]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_on_a_gpu_transformers_run_in_kernels(name, networks, monkeypatch):
+    """Nothing runs: programs are traced as for an NVIDIA GPU."""
+    monkeypatch.setattr(kernels, "platform", lambda: "cuda")
+    monkeypatch.setattr(kernels, "_recent", lambda: True)
+    make, wanted = TRANSFORMERS[name]
+    model = from_torch(make(networks), score="tokens")
+    text = jax.ShapeDtypeStruct((800, 32), jnp.int32)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    algorithm = fb.fedavg(model.loss, client_lr=0.05, batch_size=8, epochs=1)
+    data = fb.ClientData({"x": text, "y": text}, number, number, 40)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    found = explain(algorithm, params, data, LoweringOptions(precision="bfloat16"), Lanes(20, 40))
+    assert found.kernels["train"] == sorted(f"{name} x {count}" for name, count in wanted.items())
+
+
+def test_dropout_inside_attention_is_drawn_from_the_key():
+    attention = nn.MultiheadAttention(4, 2, dropout=0.25, batch_first=True)
+    with torch.no_grad():  # values are 1, so the result is the sum of the weights that are kept
+        attention.in_proj_weight[8:] = 0
+        attention.in_proj_bias[8:] = 1
+        attention.out_proj.weight.copy_(torch.eye(4))
+    ones = {"x": RNG.standard_normal((50, 40, 4)).astype(np.float32), "y": np.zeros(50, np.float32)}
+    model = from_torch(
+        attention,
+        call=lambda layer, x: layer(x, x, x, need_weights=False)[0],
+        score=lambda outputs, y, mask: {"loss": (outputs.mean((1, 2)), mask)},
+    )
+    params = model.init(None)
+    losses = jax.jit(jax.vmap(lambda key: model.loss(params, ones, key)))(jax.random.split(jax.random.key(0), 3))
+    assert len(set(losses.tolist())) == 3
+    np.testing.assert_allclose(losses, 1.0, atol=0.02)
+    np.testing.assert_allclose(model.loss(params, ones, None), 1.0, atol=1e-6)
 
 
 def test_dropout_is_drawn_from_the_key():

@@ -1,11 +1,13 @@
 """Finds attention in a jaxpr: a product of queries and keys, a softmax, and a product with values.
 
 The axes of the scores are followed from the first product to the second by labels, so the order in which a network has
-its axes does not matter. Between the two products there may be a factor, a mask, casts and transposes.
+its axes does not matter. Between the two products there may be a factor, a mask (that chooses scores, or is added to
+them), dropout of the weights, casts and transposes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,6 +21,18 @@ __all__ = ["Attention", "Layout", "attention"]
 Labels = tuple[Any, ...]  # of the axes of an array; None is an axis of size 1
 MOVES = ("transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims")
 LOW = -1e4  # masked scores are at most this
+SWITCHED: dict[str, Callable] = {  # operations that may be between a boolean and two numbers
+    "select_n": lambda which, *cases: cases[int(which)],
+    "convert_element_type": lambda x: x,
+    "copy": lambda x: x,
+    "neg": lambda x: -x,
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "div": lambda x, y: x / y,
+    "max": np.maximum,
+    "min": np.minimum,
+}
 
 
 class Layout(NamedTuple):
@@ -43,20 +57,26 @@ class Attention(NamedTuple):
     mask: Layout | None
     causal: bool
     filler: float
+    kept: Layout | None  # of the weights, by dropout
+    factor: float  # of the weights that are kept
     result: Labels
 
     @property
     def inputs(self) -> tuple[Node, ...]:
-        return (self.query.node, self.key.node, self.value.node, *([] if self.mask is None else [self.mask.node]))
+        layouts = (self.query, self.key, self.value, self.mask, self.kept)
+        return tuple(layout.node for layout in layouts if layout is not None)
 
 
 class _Scores(NamedTuple):
+    """What happened to the scores: before the softmax (no ``columns`` yet), then to the weights."""
+
     labels: Labels
     scale: float = 1.0
     mask: Layout | None = None
-    negated: bool = False
     filler: float = -1e30
     columns: Any = None
+    kept: Layout | None = None
+    factor: float = 1.0
 
 
 def attention(node: Node, _: Graph) -> Attention | None:
@@ -79,18 +99,101 @@ def _path(node: Node) -> list[Node] | None:
             node = node.args[0]
         elif (scores := _softmax(node)) is not None:
             node, softmaxes = scores[0], softmaxes + 1
-        elif node.name in ("mul", "div") and node.args[1].number() is not None:
-            node = node.args[0]
-        elif node.name == "mul" and node.args[0].number() is not None:
-            node = node.args[1]
-        elif node.name == "select_n" and len(node.args) == 3 and any(arg.number() is not None for arg in node.args[1:]):
-            node = node.args[1] if node.args[2].number() is not None else node.args[2]
+        elif (step := _step(node)) is not None:
+            node = step.before
         else:
             return None
         path.append(node)
         if not node.args:
             return None
     return path[::-1] if softmaxes == 1 else None
+
+
+class _Step(NamedTuple):
+    """An operation on scores or weights: ``factor * before``, and ``other`` where a switch is false."""
+
+    before: Node
+    factor: float = 1.0
+    switch: Layout | None = None  # its labels are numbers of axes
+    other: float = 0.0
+
+
+def _step(node: Node) -> _Step | None:
+    """The operation of a node that multiplies by a number, or replaces some of its input by a number."""
+    if node.name == "div" and (number := node.args[1].number()) is not None:
+        return _Step(node.args[0], 1 / number)
+    for before, beside in (node.args, node.args[::-1]) if node.name in ("mul", "add") else ():
+        number = beside.number()
+        if node.name == "mul" and number is not None:
+            return _Step(before, number)
+        repeated = _unrepeated(beside)
+        two = _two_values(repeated.node) if number is None and before.shape == node.shape else None
+        if two is None:
+            continue
+        switch, (_, low, high) = repeated._replace(node=two[0]), two
+        if node.name == "add" and high == 0 and low <= LOW:
+            return _Step(before, 1.0, switch, low)
+        if node.name == "mul" and low == 0 and high > 0:
+            return _Step(before, high, switch)
+    if node.name == "select_n" and len(node.args) == 3 and node.args[0].shape == node.shape:
+        switch = _unrepeated(node.args[0])
+        for kept in (2, 1):  # where the switch is true, and where it is false
+            number = node.args[3 - kept].number()
+            if number is not None:
+                return _Step(node.args[kept], 1.0, switch if kept == 2 else _negated(switch), number)
+    return None
+
+
+def _unrepeated(node: Node) -> Layout:
+    """A node without the axes along which it is repeated, and the numbers of its axes."""
+    axes: Labels = tuple(None if n == 1 else i for i, n in enumerate(node.shape))
+    while node.name == "broadcast_in_dim" and node.args:
+        where, (node,) = node.params["broadcast_dimensions"], node.args
+        axes = tuple(None if n == 1 else axes[i] for i, n in zip(where, node.shape, strict=True))
+    return Layout(node, axes)
+
+
+def _negated(switch: Layout) -> Layout:
+    values, node = constant(switch.node), switch.node
+    return switch._replace(node=Node("not", node.aval, None, (node,)) if values is None else _held(~values))
+
+
+def _held(values: np.ndarray) -> Node:
+    return Node("constant", jax.ShapeDtypeStruct(values.shape, values.dtype), None, value=values)
+
+
+def _two_values(node: Node) -> tuple[Node, float, float] | None:
+    """(boolean, low, high) of an array that is ``high`` where the boolean is true and ``low`` elsewhere."""
+    values = constant(node)
+    if values is not None:
+        low, *more = np.unique(values).tolist() or [0.0]
+        return (_held(values == more[0]), float(low), float(more[0])) if len(more) == 1 else None
+    sources: list[Node] = []
+    false, true = (_evaluated(node, flag, sources) for flag in (False, True))
+    if false is None or true is None or false == true or any(source is not sources[0] for source in sources):
+        return None
+    switch = Layout(sources[0], ())
+    return (switch if true > false else _negated(switch)).node, min(false, true), max(false, true)
+
+
+def _evaluated(node: Node, flag: bool, sources: list[Node]) -> float | None:
+    """The value of a node, computed entry by entry from a boolean that is ``flag``. The boolean is added to sources."""
+    number = node.number()
+    if number is not None:
+        return number
+    if node.aval.dtype == bool:
+        sources.append(node)
+        return float(flag)
+    if node.name not in SWITCHED or constant(node) is not None:
+        return None
+    args = []
+    for arg in node.args:
+        value = _evaluated(arg, flag, sources)
+        if value is None:
+            return None
+        args.append(np.float32(value))
+    with np.errstate(all="ignore"):
+        return float(SWITCHED[node.name](*args))
 
 
 def _softmax(node: Node) -> tuple[Node, int] | None:
@@ -159,31 +262,30 @@ def _follow(path: list[Node], scores: _Scores) -> _Scores | None:
             scores = scores._replace(labels=labels)
         elif (softmax := _softmax(node)) is not None and softmax[0] is before:
             scores = scores._replace(columns=scores.labels[softmax[1]])
-        elif node.name in ("mul", "div"):
-            if scores.mask is not None or scores.columns is not None:
+        else:
+            step = _step(node)
+            found = None if step is None else _after(step, scores)
+            if found is None:
                 return None
-            number = (node.args[1] if node.args[0] is before else node.args[0]).number()
-            assert number is not None
-            scores = scores._replace(scale=scores.scale * (number if node.name == "mul" else 1 / number))
-        else:  # select_n(which, where it is false, where it is true)
-            if scores.mask is not None or scores.columns is not None or node.args[0].shape != node.shape:
-                return None
-            kept = 1 if node.args[1] is before else 2
-            filler = node.args[3 - kept].number()
-            if filler is None or not filler <= LOW:
-                return None
-            mask = _unrepeated(node.args[0], scores.labels)
-            scores = scores._replace(mask=mask, negated=kept == 1, filler=max(filler, -1e38))
+            scores = found
     return scores
 
 
-def _unrepeated(mask: Node, labels: Labels) -> Layout:
-    while mask.name == "broadcast_in_dim" and mask.args:
-        where = mask.params["broadcast_dimensions"]
-        source = mask.args[0]
-        labels = tuple(None if n == 1 else labels[i] for i, n in zip(where, source.shape, strict=True))
-        mask = source
-    return Layout(mask, labels)
+def _after(step: _Step, scores: _Scores) -> _Scores | None:
+    """The scores, or the weights, after one operation."""
+    switch = None
+    if step.switch is not None:
+        labels = tuple(None if axis is None else scores.labels[axis] for axis in step.switch.labels)
+        switch = Layout(step.switch.node, labels)
+    if scores.columns is not None:  # dropout
+        if switch is not None and (step.other != 0 or scores.kept is not None):
+            return None
+        return scores._replace(kept=switch or scores.kept, factor=scores.factor * step.factor)
+    if scores.mask is not None or (switch is not None and not step.other <= LOW):
+        return None
+    if switch is None:
+        return scores._replace(scale=scores.scale * step.factor)
+    return scores._replace(mask=switch, filler=max(step.other, -1e38))
 
 
 def _attention(node: Node, side: int, path: list[Node]) -> Attention | None:
@@ -202,7 +304,7 @@ def _attention(node: Node, side: int, path: list[Node]) -> Attention | None:
     value, result = _value_labels(node, side, scores)
     if value is None or set(batch) != {x for x in value.labels if x is not None and x[0] == "b"}:
         return None
-    mask = _known_mask(scores, out, scored)
+    mask = _known_mask(scores)
     chosen = _rows(free, None if mask is None else mask[0], query)
     if chosen is None:
         return None
@@ -216,7 +318,7 @@ def _attention(node: Node, side: int, path: list[Node]) -> Attention | None:
             return None
         pattern = None
     return Attention(query, key, value, batch, rows, shared, scores.columns, inner, scores.scale, pattern, causal,
-                     scores.filler, result)  # fmt: skip
+                     scores.filler, scores.kept, scores.factor, result)  # fmt: skip
 
 
 def _rows(free: list[Any], mask: Layout | None, query: Layout) -> tuple[Any, Any] | None:
@@ -247,29 +349,23 @@ def _value_labels(node: Node, side: int, scores: _Scores) -> tuple[Layout | None
     return Layout(node_value, labels), tuple(meaning.get(x, "value") if x is not None else None for x in out)
 
 
-def _known_mask(scores: _Scores, out: Labels, scored: Node) -> tuple[Layout, bool] | None:
+def _known_mask(scores: _Scores) -> tuple[Layout, bool] | None:
     """The mask, and whether it is the causal one. A constant mask becomes an array over the axes it depends on."""
     if scores.mask is None:
         return None
     values = constant(scores.mask.node)
-    if values is None or scores.negated:
-        return (scores.mask, False) if not scores.negated else (_negated(scores.mask, values), False)
+    if values is None:
+        return scores.mask, False
     labels = list(scores.mask.labels)
     for axis in reversed(range(len(labels))):  # axes along which it is the same
         first = values.take([0], axis)
         if (values == first).all():
-            values, labels[axis] = first.squeeze(axis), "gone"
+            values = first.squeeze(axis)
             labels.pop(axis)
     causal = values.ndim == 2 and labels[1] == scores.columns and values.shape[0] == values.shape[1]
     turned = values.ndim == 2 and labels[0] == scores.columns
     values, labels = (values.T, labels[::-1]) if turned else (values, labels)
     causal = (causal or turned) and np.array_equal(values, np.tri(*values.shape, dtype=bool))
-    held = Node("constant", jax.ShapeDtypeStruct(values.shape, np.dtype(bool)), None, value=values)
-    return Layout(held, tuple(None if n == 1 else x for n, x in zip(values.shape, labels, strict=True))), causal
-
-
-def _negated(mask: Layout, values: np.ndarray | None) -> Layout:
-    if values is not None:
-        held = Node("constant", jax.ShapeDtypeStruct(values.shape, np.dtype(bool)), None, value=~values)
-        return Layout(held, mask.labels)
-    return Layout(Node("not", mask.node.aval, None, (mask.node,)), mask.labels)
+    return Layout(
+        _held(values), tuple(None if n == 1 else x for n, x in zip(values.shape, labels, strict=True))
+    ), causal

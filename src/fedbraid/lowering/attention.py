@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["Heads", "plainly"]
+__all__ = ["Given", "Heads", "plainly"]
 
 Array = jax.Array
 
@@ -21,6 +21,7 @@ class Heads(NamedTuple):
     scale: factor of the scores.
     causal: a query sees itself and what is before it.
     filler: value of masked scores.
+    factor: of the weights that dropout keeps.
     """
 
     places: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
@@ -29,6 +30,7 @@ class Heads(NamedTuple):
     scale: float
     causal: bool = False
     filler: float = -1e30
+    factor: float = 1.0
 
     @property
     def group(self) -> int:
@@ -36,12 +38,22 @@ class Heads(NamedTuple):
         return self.queries // self.keys
 
 
-def plainly(sources: tuple[Array, ...], bias: Array | None, mask: Array | None, heads: Heads) -> Array:
-    """The definition.
+class Given(NamedTuple):
+    """What attention takes besides queries, keys and values.
 
     bias: [heads, size] is added to the array that holds queries, keys and values, if there is only one.
     mask: [B or 1, heads or 1, T or 1, S or 1] is 0 where a query does not see a key.
+    kept: of the same shape, is 0 where dropout removes a weight.
     """
+
+    bias: Array | None = None
+    mask: Array | None = None
+    kept: Array | None = None
+
+
+def plainly(sources: tuple[Array, ...], given: Given, heads: Heads) -> Array:
+    """The definition."""
+    bias, mask, kept = given
     if bias is not None:
         (source,) = sources
         sources = ((source.astype(jnp.float32) + bias).astype(source.dtype),)
@@ -55,5 +67,8 @@ def plainly(sources: tuple[Array, ...], bias: Array | None, mask: Array | None, 
         scores = jnp.where(np.tri(*scores.shape[-2:], dtype=bool), scores, np.float32(heads.filler))
     if mask is not None:
         scores = jnp.where(mask != 0, scores, np.float32(heads.filler))
-    weights = jax.nn.softmax(scores).astype(v.dtype)
+    weights = jax.nn.softmax(scores) * np.float32(heads.factor)
+    if kept is not None:
+        weights = jnp.where(kept != 0, weights, 0)
+    weights = weights.astype(v.dtype)
     return jnp.einsum("bhts,bshd->bthd", weights, v, preferred_element_type=jnp.float32).astype(q.dtype)

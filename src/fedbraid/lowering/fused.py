@@ -6,21 +6,32 @@ again: on a GPU reading a value again costs more than computing it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from fedbraid.lowering.attending import Attention, Labels, Layout
-from fedbraid.lowering.attention import Heads
+from fedbraid.lowering.attention import Given, Heads
 from fedbraid.lowering.patterns import Graph, Node, biased
 from fedbraid.lowering.row_norm import RowNorm
 from fedbraid.lowering.transposable import computed_by, linear
 
-__all__ = ["add_normalise_rows", "attend", "elementwise", "log_sum_exp", "normalise_rows", "picked", "region"]
+__all__ = [
+    "IN_KERNELS",
+    "add_normalise_rows",
+    "attend",
+    "elementwise",
+    "log_sum_exp",
+    "normalise_rows",
+    "picked",
+    "region",
+]
 
 Array = Any
 
@@ -81,10 +92,10 @@ def picked(x: Array, at: Array, gather: Callable) -> Array:
     return linear(lambda at, x: gather(x, at), back, at, x)
 
 
-def elementwise(function: Callable, x: Array, bias: Array | None = None, *, kernel: bool = False) -> Array:
+def elementwise(function: Callable, x: Array, bias: Array | None = None, *, kernel: Callable | None = None) -> Array:
     """``function(x + bias)`` of a smooth function of single entries, in the dtype of x and computed in float32.
 
-    kernel: whether the gradient is a kernel.
+    kernel: the same function of operations that kernels have. The gradient is then a kernel.
 
     >>> elementwise(jnp.tanh, jnp.zeros(2, jnp.bfloat16)).dtype
     dtype(bfloat16)
@@ -109,18 +120,33 @@ def elementwise(function: Callable, x: Array, bias: Array | None = None, *, kern
     def fast_back(given: tuple, dy: Array) -> tuple:
         from fedbraid.lowering.kernels.smooth import activation_back
 
-        rows = (array.reshape(-1, array.shape[-1]) for array in (given[0], dy))
-        first, second = rows
-        dx, dbias = activation_back(function, first, given[1], second)
+        assert kernel is not None
+        first, second = (array.reshape(-1, array.shape[-1]) for array in (given[0], dy))
+        dx, dbias = activation_back(kernel, first, given[1], second)
         return dx.reshape(dy.shape), dbias
 
-    backward = computed_by(fast_back, back) if kernel and bias is not None else back
+    backward = computed_by(fast_back, back) if kernel is not None and bias is not None else back
     run.defjvp(lambda primals, tangents: (run(*primals), linear(along, backward, primals[0], tangents[0])))
     return run((x,) if bias is None else (x, _wide(bias)))
 
 
-def region(last: Node, source: Node) -> Callable:
-    """The function of single entries that the nodes between ``source`` and ``last`` compute."""
+@jax.custom_jvp
+def _erf(x: Array) -> Array:
+    """erf with an error of 1.5e-7 (Abramowitz and Stegun, 7.1.26), of operations that kernels have."""
+    t = 1 / (1 + 0.3275911 * jnp.abs(x))
+    total = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
+    return jnp.sign(x) * (1 - total * jnp.exp(-x * x))
+
+
+_erf.defjvps(lambda dx, _, x: 2 / math.sqrt(math.pi) * jnp.exp(-x * x) * dx)
+IN_KERNELS: dict[str, Callable] = {"erf": _erf, "erfc": lambda x: 1 - _erf(x)}
+
+
+def region(last: Node, source: Node, instead: Mapping[str, Callable] = MappingProxyType({})) -> Callable:
+    """The function of single entries that the nodes between ``source`` and ``last`` compute.
+
+    instead: functions for some operations, by name.
+    """
 
     def run(x: Array) -> Array:
         known: dict[int, Array] = {id(source): x}
@@ -129,9 +155,9 @@ def region(last: Node, source: Node) -> Callable:
             if node.name == "literal":
                 return node.atom.val
             if id(node) not in known:
-                primitive = node.equation.primitive
-                args = [value(arg) for arg in node.args]
-                known[id(node)] = primitive.bind(*args, **primitive.get_bind_params(node.params))
+                primitive, args = node.equation.primitive, [value(arg) for arg in node.args]
+                bind = partial(primitive.bind, **primitive.get_bind_params(node.params))
+                known[id(node)] = instead.get(node.name, bind)(*args)
             return known[id(node)]
 
         return value(last)
@@ -194,9 +220,9 @@ def attend(
         x, added = (base, None) if added is None else (x, added)
         sources = (narrow(read(x)).reshape(shape),)
         bias = None if added is None else _wide(read(added)).reshape(shape[2:])
-    mask = _mask(found, read, (b, h))
-    how = Heads(places, heads * g, heads, found.scale, found.causal, found.filler)
-    out = kernel(sources, (bias, mask), how)
+    mask, kept = (_flags(found, layout, read, (b, h)) for layout in (found.mask, found.kept))
+    how = Heads(places, heads * g, heads, found.scale, found.causal, found.filler, found.factor)
+    out = kernel(sources, Given(bias, mask, kept), how)
     out = out.reshape(*out.shape[:2], heads, g, d)
     return _placed(out, (b, found.rows, h, found.shared, "value"), found.result)
 
@@ -224,10 +250,11 @@ def _placed(x: Array, labels: Labels, wanted: Labels) -> Array:
     return _ordered(x, named, wanted)
 
 
-def _mask(found: Attention, read: Callable, batch: tuple) -> Array | None:
-    if found.mask is None:
+def _flags(found: Attention, layout: Layout | None, read: Callable, batch: tuple) -> Array | None:
+    """Booleans over the scores as int8 [B or 1, heads or 1, T or 1, S or 1]."""
+    if layout is None:
         return None
-    node, labels = found.mask
+    node, labels = layout
     if node.name == "constant":
         values = jnp.asarray(node.value)
     else:
@@ -241,45 +268,71 @@ def _mask(found: Attention, read: Callable, batch: tuple) -> Array | None:
 
 
 def _packed(found: Attention, batch: tuple) -> tuple[Node, tuple] | None:
-    """One array [B, T, (3,) heads, size] that holds queries, keys and values, and where they start; None if not so."""
+    """One array that holds queries, keys and values, and their first heads; None if there is none.
+
+    It has the axes [B, T, (3,) heads, size], or [B, T, 3 heads size].
+    """
     pieces = [piece for layout in (found.query, found.key, found.value) if (piece := _piece(layout)) is not None]
     if found.shared is not None or len(pieces) < 3:
         return None
     b, h = batch
     inner = next(x for x in found.key.labels if x is not None and x[0] == "sum")
-    orders = [(found.query, (b, found.rows, h, found.inner)), (found.key, (b, found.columns, h, inner)),
-              (found.value, (b, found.columns, h, "value"))]  # fmt: skip
-    if any(tuple(x for x in layout.labels if x is not None) != order for layout, order in orders):
+    orders = [(b, found.rows, h, found.inner), (b, found.columns, h, inner), (b, found.columns, h, "value")]
+    if any(piece.order != order for piece, order in zip(pieces, orders, strict=True)):
         return None
-    base, starts = pieces[0][0], [piece[1] for piece in pieces]
-    count = _sizes(found)[h]
-    whole = base.shape[2] * (base.shape[3] if len(base.shape) == 5 else 1)
-    if any(piece[0] is not base for piece in pieces) or sorted(starts) != [0, count, 2 * count] or whole != 3 * count:
+    base, starts, sizes = pieces[0].base, [piece.first for piece in pieces], _sizes(found)
+    whole = math.prod(base.shape[2:]) == 3 * sizes[h] * sizes[found.inner]
+    if any(piece.base is not base for piece in pieces) or sorted(starts) != [0, sizes[h], 2 * sizes[h]] or not whole:
         return None
     return base, tuple((0, start) for start in starts)
 
 
-def _piece(layout: Layout) -> tuple[Node, int] | None:
-    """(array [B, T, (n,) heads, size], first head) of which a factor is a slice along its third axis."""
-    node = layout.node
-    while node.name in ("reshape", "squeeze", "expand_dims"):
-        if [n for n in node.shape if n != 1] != [n for n in node.args[0].shape if n != 1]:
-            break
-        node = node.args[0]
+class _Piece(NamedTuple):
+    """Some heads of an array, from the ``first`` on, and the labels of a factor in the order that the array has."""
+
+    base: Node
+    first: int
+    order: Labels
+
+
+def _piece(layout: Layout) -> _Piece | None:
+    """The part of an array that a factor of attention is, if it is a slice of it."""
+    node, labels = layout
+    while node.name in ("reshape", "squeeze", "expand_dims", "transpose"):
+        before = node.args[0]
+        if node.name == "transpose":
+            order = node.params["permutation"]
+            labels = tuple(labels[order.index(axis)] for axis in range(len(labels)))
+        elif [n for n in node.shape if n != 1] == [n for n in before.shape if n != 1]:
+            left = iter([label for label in labels if label is not None])
+            labels = tuple(None if n == 1 else next(left) for n in before.shape)
+        elif len(before.shape) == 3 and len(node.shape) == 4 and node.shape[:2] == before.shape[:2]:
+            found, size = _slice(before), node.shape[-1]  # of [B, T, heads size]
+            if found is None or len(found[0].shape) != 3 or found[1] % size:
+                return None
+            return _Piece(found[0], found[1] // size, tuple(label for label in labels if label is not None))
+        else:
+            return None
+        node = before
+    found = _slice(node)
+    if found is None or len(found[0].shape) not in (4, 5) or (len(found[0].shape) == 5 and node.shape[2] != 1):
+        return None
+    base, first = found
+    heads = base.shape[3] if len(base.shape) == 5 else 1
+    return _Piece(base, first * heads, tuple(label for label in labels if label is not None))
+
+
+def _slice(node: Node) -> tuple[Node, int] | None:
+    """(array, start) of a slice along the third axis of an array without axes of size 1."""
     if node.name == "slice":
-        (base,), axis = node.args, 2
-        starts, limits = node.params["start_indices"], node.params["limit_indices"]
+        (base,), (starts, limits) = node.args, (node.params["start_indices"], node.params["limit_indices"])
         if node.params["strides"] is not None and set(node.params["strides"]) != {1}:
             return None
-        full = [i for i, n in enumerate(base.shape) if (starts[i], limits[i]) != (0, n)]
-        start = starts[axis] if len(base.shape) > axis else 0
+        divided = [i for i, n in enumerate(base.shape) if (starts[i], limits[i]) != (0, n)]
+        start = starts[2] if len(base.shape) > 2 else 0
     elif node.name == "split":
-        (base,), axis = node.args, node.params["axis"]
-        full, start = [axis], sum(node.params["sizes"][: node.index])
+        (base,), divided = node.args, [node.params["axis"]]
+        start = sum(node.params["sizes"][: node.index])
     else:
         return None
-    if len(base.shape) not in (4, 5) or full != [2] or 1 in base.shape:
-        return None
-    if len(base.shape) == 5 and node.shape[2] != 1:
-        return None
-    return base, start * (base.shape[3] if len(base.shape) == 5 else 1)
+    return None if divided != [2] or 1 in base.shape else (base, int(start))

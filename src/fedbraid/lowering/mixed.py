@@ -82,7 +82,7 @@ FINDERS = (attention, normalised_rows, log_sum, picked, activation)
 FEWEST = 256  # columns from which the gradient of one value of each row is no scatter
 OPERATIONS = (  # that kernels can compute
     "tanh", "logistic", "exp", "exp2", "log1p", "expm1", "sin", "cos", "add", "sub", "mul", "div", "neg", "abs", "max",
-    "min", "integer_pow", "square", "sqrt", "rsqrt", "log", "copy", "broadcast_in_dim", "literal",
+    "min", "integer_pow", "square", "sqrt", "rsqrt", "log", "broadcast_in_dim", "literal",
 )  # fmt: skip
 
 
@@ -260,8 +260,9 @@ def _activated(part: Activation, node: Node, read: Callable[[Node], Value]) -> V
     if bias is not None and bias.kind is not FREE:
         return Value(fused.elementwise(fused.region(node, part.source), _half(read(part.source).array)), NARROW)
     names = {inner.name for inner in (node, *interior(node, (part.source,)))}
-    kernel = kernels.available() and names <= set(OPERATIONS)
+    there = kernels.available() and names <= {*OPERATIONS, *fused.IN_KERNELS}
     function = fused.region(node, part.source)
+    kernel = fused.region(node, part.source, fused.IN_KERNELS) if there else None
     x = fused.elementwise(function, read(part.x).array, None if bias is None else bias.array, kernel=kernel)
     return Value(x.reshape(node.shape), NARROW)
 

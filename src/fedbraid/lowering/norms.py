@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from fedbraid.lowering.patterns import Graph, Node, bare, beside_vector, biased, reduced
+from fedbraid.lowering.patterns import Graph, Node, bare, beside_vector, biased, reduced, vector
 
 __all__ = ["NormalisedRows", "normalised_rows"]
 
@@ -44,52 +45,64 @@ def _residual(x: Node, of: Graph) -> tuple[Node, Node, Node | None] | None:
 
 def _norm_at(node: Node, of: Graph) -> NormalisedRows | None:
     """The norm whose last operation is this node: it may be followed by no further scale or shift."""
-    found = _normalised(node)
-    following = of.only_use(node)
+    found = _scaled(node, of)
     if found is not None:
-        further = following is not None and beside_vector(following, node, "mul") is not None
-        return None if further else NormalisedRows(found[0], None, None, *found[1:])
-    for hat in node.args if node.name == "mul" else ():
-        found = _normalised(hat) if of.only_use(hat) is node else None
-        scale = None if found is None else beside_vector(node, hat, "mul")
-        if found is not None and scale is not None:
-            further = following is not None and beside_vector(following, node, "add") is not None
-            return None if further else NormalisedRows(found[0], scale, None, *found[1:])
+        following, more = of.only_use(node), "mul" if found.scale is None else "add"
+        return None if following is not None and beside_vector(following, node, more) is not None else found
     for scaled in node.args if node.name == "add" else ():
         shift = beside_vector(node, scaled, "add")
-        for hat in scaled.args if scaled.name == "mul" and shift is not None and of.only_use(scaled) is node else ():
-            found = _normalised(hat) if of.only_use(hat) is scaled else None
-            scale = None if found is None else beside_vector(scaled, hat, "mul")
-            if found is not None and scale is not None:
-                return NormalisedRows(found[0], scale, shift, *found[1:])
+        found = _scaled(scaled, of) if shift is not None and of.only_use(scaled) is node else None
+        if found is not None and found.scale is not None:
+            return found._replace(shift=shift)
     return None
 
 
-def _normalised(node: Node) -> tuple[Node, float, bool] | None:
-    """(x, epsilon, whether the mean is subtracted) of (x - mean) / sqrt(variance + epsilon)."""
-    pairs: tuple = ()
-    if node.name == "mul":
-        pairs = (node.args, node.args[::-1])
-    elif node.name == "div":
-        pairs = (node.args,)
-    for value, factor in pairs:
+def _scaled(node: Node, of: Graph) -> NormalisedRows | None:
+    """The norm whose last product or quotient is this node. Its factors may be multiplied in any order."""
+    factors = list(_factors(node, of))
+    for at, (factor, below) in enumerate(factors):
         deviation = bare(factor)
-        if deviation.name != ("rsqrt" if node.name == "mul" else "sqrt"):
+        if deviation.name != ("sqrt" if below else "rsqrt"):
             continue
-        variance = bare(deviation.args[0])
-        if variance.name != "add":
+        found = _moments(bare(deviation.args[0]))
+        if found is None:
             continue
-        for part, other in (variance.args, variance.args[::-1]):
-            epsilon = other.number()
-            squares = None if epsilon is None else _mean_of(part)
-            centred = None if squares is None else _squared(squares)
-            if epsilon is None or centred is None:
-                continue
-            x = _centred(centred)
-            if x is not None and _centred(value) is x:
+        x, epsilon, centred = found
+        others = [each for i, (each, under) in enumerate(factors) if i != at and not under]
+        values = [each for each in others if (_centred(each) if centred else each) is x and each.shape == node.shape]
+        scales = [vector(each, node.shape[-1:]) for each in others if each not in values[:1]]
+        if values and len(factors) <= 3 and len(scales) == len(factors) - 2 and None not in scales:
+            return NormalisedRows(x, scales[0] if scales else None, None, epsilon, centred)
+    return None
+
+
+def _factors(node: Node, of: Graph) -> Iterator[tuple[Node, bool]]:
+    """The factors of a product, and whether the product is divided by them."""
+    if node.name not in ("mul", "div"):
+        return
+    for arg, below in zip(node.args, (False, node.name == "div"), strict=True):
+        if not below and arg.name in ("mul", "div") and of.only_use(arg) is node:
+            yield from _factors(arg, of)
+        else:
+            yield arg, below
+
+
+def _moments(node: Node) -> tuple[Node, float, bool] | None:
+    """(x, epsilon, True) of variance + epsilon, (x, epsilon, False) of the mean of squares + epsilon."""
+    for part, other in (node.args, node.args[::-1]) if node.name == "add" else ():
+        epsilon = other.number()
+        if epsilon is None:
+            continue
+        squares, spread = _mean_of(part), bare(part)
+        inner = None if squares is None else _squared(squares)
+        if inner is not None:
+            x = _centred(inner)
+            return (inner, epsilon, False) if x is None else (x, epsilon, True)
+        if spread.name == "sub":  # the mean of squares minus the square of the mean
+            squares, mean = _mean_of(spread.args[0]), _squared(bare(spread.args[1]))
+            x = None if squares is None else _squared(squares)
+            if x is not None and mean is not None and _mean_of(mean) is x:
                 return x, epsilon, True
-            if centred is value and value.shape == node.shape:
-                return value, epsilon, False
     return None
 
 

@@ -10,12 +10,14 @@ None. Attention is found by :mod:`fedbraid.lowering.attending`, norms by :mod:`f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "loop_counts",
     "picked",
     "reduced",
+    "vector",
 ]
 
 SMOOTH = ("tanh", "erf", "logistic", "exp", "exp2", "log1p", "expm1", "sin", "cos", "erfc")
@@ -108,10 +111,44 @@ class Graph(NamedTuple):
 
 
 def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The program with the contents of ``jit`` in place of its calls."""
-    if not any(equation.primitive.name in ("jit", "pjit") for equation in closed.jaxpr.eqns):
+    """The program with the contents of ``jit`` in place of its calls, and without operations that change nothing.
+
+    A copy, a factor 1 and a summand 0 are such operations: PyTorch's programs have one beside most products. A power
+    with a whole exponent becomes ``integer_pow``, as JAX writes it.
+
+    >>> program = jax.make_jaxpr(lambda x: jax.jit(jax.numpy.exp)(1.0 * x) + 0.0)(1.0)
+    >>> [equation.primitive.name for equation in inlined(program).jaxpr.eqns]
+    ['exp']
+    """
+    if not any(e.primitive.name in CALLS or _simpler(e) is not None for e in closed.jaxpr.eqns):
         return closed
     return jax.make_jaxpr(lambda *args: _run(closed.jaxpr, closed.consts, args))(*closed.in_avals)
+
+
+CALLS = ("jit", "pjit")
+WHOLE = 8  # largest exponent of a power that becomes products
+NEUTRAL = {"mul": 1, "div": 1, "add": 0, "sub": 0}  # numbers that change nothing; not as the first of "div" and "sub"
+
+
+def _simpler(equation: Any) -> Callable | None:
+    """(inputs) -> output of an equation whose output is an input, or a power with a whole exponent; None for others."""
+    name, numbers = equation.primitive.name, [_number(atom) for atom in equation.invars]
+    if name == "copy":
+        return itemgetter(0)
+    if name in NEUTRAL:
+        result = equation.outvars[0].aval
+        for at in (1, 0) if name in ("mul", "add") else (1,):
+            other = equation.invars[1 - at].aval
+            if numbers[at] == NEUTRAL[name] and (other.shape, other.dtype) == (result.shape, result.dtype):
+                return itemgetter(1 - at)
+    if name == "pow" and numbers[1] is not None and numbers[1] in range(1, WHOLE + 1):
+        exponent = int(numbers[1])
+        return lambda values: lax.integer_pow(values[0], exponent)
+    return None
+
+
+def _number(atom: Any) -> float | None:
+    return float(atom.val) if isinstance(atom, Literal) and np.ndim(atom.val) == 0 else None
 
 
 def _run(jaxpr: Jaxpr, consts: Any, args: Any) -> list[Any]:
@@ -122,9 +159,11 @@ def _run(jaxpr: Jaxpr, consts: Any, args: Any) -> list[Any]:
 
     for equation in jaxpr.eqns:
         values = [read(atom) for atom in equation.invars]
-        if equation.primitive.name in ("jit", "pjit"):
+        if equation.primitive.name in CALLS:
             inner = equation.params["jaxpr"]
             outputs = _run(inner.jaxpr, inner.consts, values)
+        elif (simpler := _simpler(equation)) is not None:
+            outputs = [simpler(values)]
         else:
             outputs = equation.primitive.bind(*values, **equation.primitive.get_bind_params(equation.params))
             outputs = outputs if equation.primitive.multiple_results else [outputs]
@@ -394,14 +433,17 @@ def beside_vector(node: Node, value: Node, name: str) -> Node | None:
     """The vector that ``node`` multiplies or adds to every row of ``value``."""
     if node.name != name or value not in node.args:
         return None
-    other = node.args[1] if node.args[0] is value else node.args[0]
-    size = value.shape[-1:]
-    while other.shape != size:
-        repeats = other.name == "broadcast_in_dim" and tuple(other.params["broadcast_dimensions"]) == tuple(
-            range(len(other.shape) - len(other.args[0].shape), len(other.shape))
+    return vector(node.args[1] if node.args[0] is value else node.args[0], value.shape[-1:])
+
+
+def vector(node: Node, size: tuple[int, ...]) -> Node | None:
+    """The vector of a size that a node repeats for every row, or None."""
+    while node.shape != size:
+        repeats = node.name == "broadcast_in_dim" and tuple(node.params["broadcast_dimensions"]) == tuple(
+            range(len(node.shape) - len(node.args[0].shape), len(node.shape))
         )
-        flat = other.name in ("reshape", "expand_dims") and math.prod(other.shape) == other.shape[-1]
-        if not (repeats or flat) or other.args[0].shape[-1:] != size:
+        flat = node.name in ("reshape", "expand_dims") and math.prod(node.shape) == node.shape[-1]
+        if not (repeats or flat) or node.args[0].shape[-1:] != size:
             return None
-        other = other.args[0]
-    return other
+        node = node.args[0]
+    return node

@@ -1,7 +1,8 @@
 """The environment in which PyTorch's operations run as JAX's: torchax, with this library's versions of a few of them.
 
 torchax computes most operations well. Replaced are those that are slow in a federated simulation: recurrent layers
-(torchax unrolls them over time), dropout (a random float for each entry), attention, and linear layers on sequences.
+(torchax unrolls them over time), dropout (a random float for each entry), attention (also inside
+``nn.MultiheadAttention``, which torchax decomposes), and linear layers on sequences.
 Convolutions need nothing here: the engine rewrites them, as in any other loss (docs/lowering.md).
 
 PyTorch and torchax are imported inside `environment`, so that importing this module costs nothing.
@@ -13,6 +14,7 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -51,17 +53,18 @@ def environment() -> Any:
         made.zeros = made.jax()  # see `_is_zero`
         return made
 
-    def key() -> Array:
+    def new_key() -> Array:
         return env.get_and_rotate_prng_key()
 
     def drop(x, p=0.5, training=True, inplace=False):
         if p == 0 or not training:
             return x
-        y = env.j2t_iso(_dropout(x.jax(), p, key()))
+        y = env.j2t_iso(_dropout(x.jax(), p, new_key()))
         return x.apply_jax_(lambda _: y.jax()) if inplace else y
 
-    def attention(*args, dropout_p=0.0, **options):
-        return _attention(*args, **options, drop=lambda x: _dropout(x, dropout_p, key()) if dropout_p else x)
+    def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
+        drop = lambda x: _dropout(x, dropout_p, new_key()) if dropout_p else x  # noqa: E731
+        return _attention(query, key, value, attn_mask, is_causal=is_causal, drop=drop, **options)
 
     replaced: dict[Any, Callable] = {
         torch.zeros: marked_zeros,
@@ -74,6 +77,8 @@ def environment() -> Any:
         torch.rnn_tanh: partial(_recurrent_operator, env, partial(_rnn, jnp.tanh)),
         torch.rnn_relu: partial(_recurrent_operator, env, partial(_rnn, jax.nn.relu)),
     }
+    whole = functional.multi_head_attention_forward  # else torchax decomposes the attention inside it
+    replaced[whole] = _in_environment(env, whole)
     for operation, ours in replaced.items():
         env.override_op_definition(operation, ours)
     return env
@@ -133,6 +138,21 @@ def _on_arrays(env: Any, function: Callable) -> Callable:
     return run
 
 
+def _in_environment(env: Any, function: Any) -> Callable:
+    """PyTorch's own code of a function, so that the operations that it calls are those of the environment.
+
+    A function of PyTorch first hands itself to the environment. This copy of its code does not.
+    """
+    names = {**function.__globals__, "has_torch_function": lambda _: False}
+    own = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+
+    def run(*args, **options):
+        with env:
+            return own(*args, **options)
+
+    return run
+
+
 def _linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     if weight.ndim == 1:
         return x @ weight if bias is None else x @ weight + bias
@@ -167,17 +187,20 @@ def _attention(
     """``torch.nn.functional.scaled_dot_product_attention``; a query that may look nowhere gives zeros, as there."""
     if enable_gqa:
         key, value = (jnp.repeat(x, query.shape[-3] // x.shape[-3], axis=-3) for x in (key, value))
-    scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.swapaxes(-1, -2)
+    scores = (query @ key.swapaxes(-1, -2)) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    nowhere = None
     if is_causal:
-        attn_mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    if attn_mask is not None and attn_mask.dtype == jnp.bool_:
-        attn_mask = jnp.where(attn_mask, jnp.zeros((), scores.dtype), -jnp.inf)
-    if attn_mask is None:
-        return drop(jax.nn.softmax(scores, axis=-1)) @ value
-    scores = scores + attn_mask
-    nowhere = jnp.all(attn_mask == -jnp.inf, axis=-1, keepdims=True)
-    weights = jnp.where(nowhere, 0, jax.nn.softmax(jnp.where(nowhere, 0, scores), axis=-1))
-    return drop(weights) @ value
+        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, UNSEEN)
+    elif attn_mask is not None and attn_mask.dtype == jnp.bool_:
+        scores, nowhere = jnp.where(attn_mask, scores, UNSEEN), ~jnp.any(attn_mask, axis=-1, keepdims=True)
+    elif attn_mask is not None:
+        scores = scores + jnp.maximum(attn_mask, UNSEEN)
+        nowhere = jnp.all(attn_mask == -jnp.inf, axis=-1, keepdims=True)
+    result = drop(jax.nn.softmax(scores, axis=-1)) @ value
+    return result if nowhere is None else jnp.where(nowhere, 0, result)
+
+
+UNSEEN = -1e30  # of scores: finite, so that the softmax over a query that sees nothing is no NaN
 
 
 # Recurrent layers. A layer is (x [T, B, d], state, weights) -> outputs [T, B, hidden], last state. A state is a tuple

@@ -8,6 +8,7 @@ With P the softmax of the scores and dO the gradient of the result O = P V,
 
     dV = P' dO,    dP = dO V',    dZ = P (dP - rowsum(P dP)),    dQ = scale dZ K,    dK = scale dZ' Q.
 
+With dropout, P in the first three is P D, where the entries of D are 0 or a factor: dP is multiplied by D before dZ.
 P is computed again for the gradient. Sums and scores are float32, the factors of products have the dtype of the input.
 Biases of queries, keys and values are added here, and their gradients are summed here.
 """
@@ -24,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as gpu
 
-from fedbraid.lowering.attention import Heads, plainly
+from fedbraid.lowering.attention import Given, Heads, plainly
 from fedbraid.lowering.kernels import interpreted
 from fedbraid.lowering.kernels.tiles import power
 from fedbraid.lowering.transposable import computed_by, linear
@@ -44,27 +45,30 @@ def fits(queries: int, keys: int, size: int) -> bool:
 
 
 @partial(jax.custom_jvp[Array], nondiff_argnums=(2,))
-def attend(sources: tuple[Array, ...], given: tuple[Array | None, Array | None], heads: Heads) -> Array:
-    """`fedbraid.lowering.attention.plainly`, as a kernel: forwards one, backwards one. ``given``: bias and mask."""
-    return _forward(sources, *given, heads=heads)
+def attend(sources: tuple[Array, ...], given: Given, heads: Heads) -> Array:
+    """`fedbraid.lowering.attention.plainly`, as a kernel: forwards one, backwards one."""
+    return _forward(sources, given, heads=heads)
 
 
 @attend.defjvp
 def _attend_jvp(heads: Heads, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    sources, (bias, mask) = primals
-    value = computed_by(partial(_forward, heads=heads), partial(plainly, heads=heads))(sources, bias, mask)
+    value = computed_by(partial(_forward, heads=heads), partial(plainly, heads=heads))(*primals)
 
-    def along(given: tuple, changes: tuple) -> Array:
-        return jax.jvp(lambda sources, bias: plainly(sources, bias, given[2], heads), given[:2], changes)[1]
+    def along(primals: tuple, changes: tuple) -> Array:
+        return jax.jvp(partial(_of_floats, primals[1], heads), (primals[0], primals[1].bias), changes)[1]
 
-    def back(given: tuple, dy: Array) -> tuple:
-        return computed_by(partial(_backward, heads=heads), partial(_slowly_back, heads=heads))(*given, dy)
+    def back(primals: tuple, dy: Array) -> tuple:
+        return computed_by(partial(_backward, heads=heads), partial(_slowly_back, heads=heads))(*primals, dy)
 
-    return value, linear(along, back, (sources, bias, mask), (tangents[0], tangents[1][0]))
+    return value, linear(along, back, primals, (tangents[0], tangents[1].bias))
 
 
-def _slowly_back(sources: tuple, bias: Array | None, mask: Array | None, dy: Array, *, heads: Heads) -> tuple:
-    return jax.vjp(lambda sources, bias: plainly(sources, bias, mask, heads), sources, bias)[1](dy)
+def _of_floats(given: Given, heads: Heads, sources: tuple, bias: Array | None) -> Array:
+    return plainly(sources, given._replace(bias=bias), heads)
+
+
+def _slowly_back(sources: tuple, given: Given, dy: Array, *, heads: Heads) -> tuple:
+    return jax.vjp(partial(_of_floats, given, heads), sources, given.bias)[1](dy)
 
 
 def _call(kernel: Any, grid: tuple, outputs: Any, name: str, warps: int, *inputs: Any) -> Any:
@@ -78,22 +82,26 @@ def _call(kernel: Any, grid: tuple, outputs: Any, name: str, warps: int, *inputs
     )(*inputs)
 
 
-def _forward(sources: tuple[Array, ...], bias: Array | None, mask: Array | None, *, heads: Heads) -> Array:
+def _forward(sources: tuple[Array, ...], given: Given, *, heads: Heads) -> Array:
     b, t, s, d = _sizes(sources, heads)
     rows = _rows(t, s)
     like = jax.ShapeDtypeStruct((b, t, heads.queries, d), sources[0].dtype)
-    kernel = partial(_forward_kernel, heads=heads, sizes=(t, s, d), rows=rows, bias=bias is not None)
+    kernel = partial(_forward_kernel, heads=heads, sizes=(t, s, d), rows=rows, there=_there(given))
     grid = b, heads.queries, -(-t // rows)
-    return _call(kernel, grid, like, _name("attention", bias), FORWARDS, *sources, *_there(bias, mask))
+    return _call(kernel, grid, like, _name("attention", given), FORWARDS, *sources, *_arrays(given))
 
 
-def _name(kernel: str, bias: Array | None) -> str:
-    """A kernel that adds a bias has another name, so that `explain` and tests see whether one does."""
-    return kernel if bias is None else f"{kernel}_with_bias"
+def _name(kernel: str, given: Given) -> str:
+    """Kernels with a bias or dropout have another name, so that `explain` and tests see whether one does."""
+    return kernel + "_with_bias" * (given.bias is not None) + "_with_dropout" * (given.kept is not None)
 
 
-def _there(*arrays: Array | None) -> list[Array]:
-    return [array for array in arrays if array is not None]
+def _there(given: Given) -> tuple[bool, ...]:
+    return tuple(array is not None for array in given)
+
+
+def _arrays(given: Given) -> list[Array]:
+    return [array for array in given if array is not None]
 
 
 def _rows(queries: int, keys: int) -> int:
@@ -123,13 +131,13 @@ def _load(ref: Any, sequence: Any, rows: Array, head: Any, width: int) -> Array:
     return gpu.load(where) if _whole(ref, rows) else gpu.load(where, mask=inside, other=0.0)
 
 
-def _biased(place: tuple, sequence: Any, rows: Array, head: Any, width: int, bias_ref: list) -> Array:
+def _biased(place: tuple, sequence: Any, rows: Array, head: Any, width: int, bias_ref: Any) -> Array:
     """Queries, keys or values of a head, with their bias."""
     ref, first = place
     values, columns = _load(ref, sequence, rows, first + head, width), jnp.arange(power(width))
-    for bias in bias_ref:
+    if bias_ref is not None:
         at = jnp.full(columns.shape, first + head), columns
-        added = gpu.load(bias.at[at], mask=columns < width, other=0.0)
+        added = gpu.load(bias_ref.at[at], mask=columns < width, other=0.0)
         values = (values.astype(jnp.float32) + added[None, :]).astype(values.dtype)
     return values
 
@@ -139,7 +147,7 @@ def _store(ref: Any, sequence: Any, rows: Array, head: Any, values: Array) -> No
     gpu.store(where, values.astype(ref.dtype), mask=None if _whole(ref, rows) else inside)
 
 
-def _weights(q: Array, k: Array, rows: Array, place: tuple, mask_ref: list, heads: Heads, sizes: tuple) -> Array:
+def _weights(q: Array, k: Array, rows: Array, place: tuple, mask_ref: Any, heads: Heads, sizes: tuple) -> Array:
     """The softmax of the scores of some queries with all keys, [rows, keys]."""
     _, s, _ = sizes
     keys = jnp.arange(k.shape[0])
@@ -148,76 +156,94 @@ def _weights(q: Array, k: Array, rows: Array, place: tuple, mask_ref: list, head
     if heads.causal:
         seen = jnp.broadcast_to(rows[:, None] >= keys[None, :], shape)
         scores = jnp.where(seen, scores, np.float32(heads.filler))
-    for ref in mask_ref:  # [B or 1, heads or 1, T or 1, S or 1]
-        indices = (place[0], place[1], rows[:, None], keys[None, :])
-        where = [
-            jnp.broadcast_to(i if n > 1 else jnp.zeros_like(i), shape) for i, n in zip(indices, ref.shape, strict=True)
-        ]
-        edge = jnp.broadcast_to((rows < sizes[0])[:, None] & (keys < s)[None, :], shape)
-        seen = gpu.load(ref.at[tuple(where)], mask=edge, other=0)
-        scores = jnp.where(seen != 0, scores, np.float32(heads.filler))
+    if mask_ref is not None:
+        scores = jnp.where(_flags(mask_ref, place, rows, keys, sizes), scores, np.float32(heads.filler))
     if s != k.shape[0]:
         scores = jnp.where(jnp.broadcast_to((keys < s)[None, :], shape), scores, -jnp.inf)
     powers = jnp.exp(scores - jnp.max(scores, 1)[:, None])
     return powers / jnp.sum(powers, 1)[:, None]
 
 
-def _places(refs: tuple, heads: Heads, bias: bool) -> tuple[list, list, list]:
-    """The references of queries, keys and values with the number of their first head; those of bias and mask."""
+def _flags(ref: Any, place: tuple, rows: Array, keys: Array, sizes: tuple) -> Array:
+    """Where an array [B or 1, heads or 1, T or 1, S or 1] is not 0, for some queries and all keys."""
+    shape = rows.shape[0], keys.shape[0]
+    indices = (place[0], place[1], rows[:, None], keys[None, :])
+    where = [
+        jnp.broadcast_to(i if n > 1 else jnp.zeros_like(i), shape) for i, n in zip(indices, ref.shape, strict=True)
+    ]
+    edge = jnp.broadcast_to((rows < sizes[0])[:, None] & (keys < sizes[1])[None, :], shape)
+    return gpu.load(ref.at[tuple(where)], mask=edge, other=0) != 0
+
+
+def _dropped(values: Array, kept_ref: Any, rows: Array, place: tuple, heads: Heads, sizes: tuple) -> Array:
+    """Weights, or their gradients, [rows, keys]: those that dropout keeps, times its factor."""
+    values = values * np.float32(heads.factor)
+    if kept_ref is None:
+        return values
+    return jnp.where(_flags(kept_ref, place, rows, jnp.arange(values.shape[1]), sizes), values, 0.0)
+
+
+def _places(refs: tuple, heads: Heads, there: tuple[bool, ...]) -> tuple[list, Given]:
+    """The references of queries, keys and values with the number of their first head, and of what is given besides."""
     count = len({place for place, _ in heads.places})
-    rest = list(refs[count:])
-    return [(refs[place], first) for place, first in heads.places], rest[:bias], rest[bias:]
+    rest = iter(refs[count:])
+    return [(refs[place], first) for place, first in heads.places], Given(
+        *(next(rest) if yes else None for yes in there)
+    )
 
 
-def _forward_kernel(*refs, heads: Heads, sizes: tuple, rows: int, bias: bool):
+def _forward_kernel(*refs, heads: Heads, sizes: tuple, rows: int, there: tuple[bool, ...]):
     *refs, out_ref = refs
-    (query, key, value), added, mask = _places(tuple(refs), heads, bias)
+    (query, key, value), given = _places(tuple(refs), heads, there)
     sequence, head, block = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     _, s, d = sizes
     shared = lax.div(head, heads.group)
     here, keys = block * rows + jnp.arange(rows), jnp.arange(power(s))
-    q = _biased(query, sequence, here, head, d, added)
-    k = _biased(key, sequence, keys, shared, d, added)
-    v = _biased(value, sequence, keys, shared, d, added)
-    p = _weights(q, k, here, (sequence, head), mask, heads, sizes)
+    q = _biased(query, sequence, here, head, d, given.bias)
+    k = _biased(key, sequence, keys, shared, d, given.bias)
+    v = _biased(value, sequence, keys, shared, d, given.bias)
+    p = _weights(q, k, here, (sequence, head), given.mask, heads, sizes)
+    p = _dropped(p, given.kept, here, (sequence, head), heads, sizes)
     _store(out_ref, sequence, here, head, jnp.dot(p.astype(v.dtype), v, preferred_element_type=jnp.float32))
 
 
-def _backward(sources: tuple[Array, ...], bias: Array | None, mask: Array | None, dy: Array, *, heads: Heads) -> tuple:
+def _backward(sources: tuple[Array, ...], given: Given, dy: Array, *, heads: Heads) -> tuple:
+    bias = given.bias
     b, t, s, d = _sizes(sources, heads)
     outputs = [jax.ShapeDtypeStruct(source.shape, source.dtype) for source in sources]
     if bias is not None:
         outputs.append(jax.ShapeDtypeStruct((b, *bias.shape), jnp.float32))
-    kernel = partial(_backward_kernel, heads=heads, sizes=(t, s, d), rows=_rows(t, s), bias=bias is not None)
-    given = [*sources, *_there(bias, mask), dy]
-    found = _call(kernel, (b, heads.keys), outputs, _name("attention_back", bias), BACKWARDS, *given)
+    kernel = partial(_backward_kernel, heads=heads, sizes=(t, s, d), rows=_rows(t, s), there=_there(given))
+    inputs = [*sources, *_arrays(given), dy]
+    found = _call(kernel, (b, heads.keys), outputs, _name("attention_back", given), BACKWARDS, *inputs)
     if bias is None:
         return tuple(found), None
     return tuple(found[:-1]), found[-1].sum(0).astype(bias.dtype)
 
 
-def _backward_kernel(*refs, heads: Heads, sizes: tuple, rows: int, bias: bool):
-    count = len({place for place, _ in heads.places}) + bias
-    given, outputs = refs[:-count], refs[-count:]
-    (query, key, value), added, mask = _places(given[:-1], heads, bias)
+def _backward_kernel(*refs, heads: Heads, sizes: tuple, rows: int, there: tuple[bool, ...]):
+    count = len({place for place, _ in heads.places}) + there[0]
+    inputs, outputs = refs[:-count], refs[-count:]
+    (query, key, value), given = _places(inputs[:-1], heads, there)
     dq, dk, dv = ((outputs[place], first) for place, first in heads.places)
     sequence, shared = pl.program_id(0), pl.program_id(1)
     t, s, d = sizes
     keys = jnp.arange(power(s))
-    k = _biased(key, sequence, keys, shared, d, added)
-    v = _biased(value, sequence, keys, shared, d, added)
+    k = _biased(key, sequence, keys, shared, d, given.bias)
+    v = _biased(value, sequence, keys, shared, d, given.bias)
 
     def step(i, sums):
         head = shared * heads.group + lax.rem(i, heads.group)
         here = lax.div(i, heads.group) * rows + jnp.arange(rows)
-        q = _biased(query, sequence, here, head, d, added)
-        slopes = _load(given[-1], sequence, here, head, d)
-        p = _weights(q, k, here, (sequence, head), mask, heads, sizes)
-        dp = jnp.dot(slopes, v.T, preferred_element_type=jnp.float32)
+        q = _biased(query, sequence, here, head, d, given.bias)
+        slopes = _load(inputs[-1], sequence, here, head, d)
+        drop = partial(_dropped, kept_ref=given.kept, rows=here, place=(sequence, head), heads=heads, sizes=sizes)
+        p = _weights(q, k, here, (sequence, head), given.mask, heads, sizes)
+        dp = drop(jnp.dot(slopes, v.T, preferred_element_type=jnp.float32))
         dz = (p * (dp - jnp.sum(p * dp, 1)[:, None]) * np.float32(heads.scale)).astype(q.dtype)
         change = jnp.dot(dz, k, preferred_element_type=jnp.float32)
         _store(dq[0], sequence, here, dq[1] + head, change)
-        more = (dz.T, q), (p.astype(q.dtype).T, slopes)
+        more = (dz.T, q), (drop(p).astype(q.dtype).T, slopes)
         totals = [
             total + jnp.dot(*pair, preferred_element_type=jnp.float32) for total, pair in zip(sums, more, strict=False)
         ]
@@ -228,7 +254,7 @@ def _backward_kernel(*refs, heads: Heads, sizes: tuple, rows: int, bias: bool):
     _store(dk[0], sequence, keys, dk[1] + shared, sums[0])
     _store(dv[0], sequence, keys, dv[1] + shared, sums[1])
     columns = jnp.arange(power(d))
-    for ref in outputs[-1:] if bias else ():
+    for ref in outputs[-1:] if there[0] else ():
         for first, total in ((dq[1], sums[2]), (dk[1], jnp.sum(sums[0], 0)), (dv[1], jnp.sum(sums[1], 0))):
             at = jnp.full(columns.shape, sequence), jnp.full(columns.shape, first + shared), columns
             gpu.store(ref.at[at], total, mask=columns < d)
