@@ -198,7 +198,7 @@ def torch_attention(qkv, key, *, dropped=lambda weights, kept: jnp.where(kept, w
     """As PyTorch has it: a mask that is added, dropout of the weights, heads before positions."""
     q, k, v = jnp.split(qkv.reshape(-1, T, 3 * WIDTH), 3, axis=-1)
     q, k, v = (x.reshape(-1, T, HEADS, WIDTH // HEADS).transpose(0, 2, 1, 3) for x in (q, k, v))
-    scores = (q @ k.swapaxes(-1, -2)) * 0.25
+    scores = (q * 0.5) @ (k * 0.5).swapaxes(-1, -2)
     scores = scores + jnp.where(jnp.tril(jnp.ones((T, T), bool)), 0.0, -jnp.inf)
     kept = jax.random.bernoulli(key, 0.9, scores.shape)
     return (dropped(jax.nn.softmax(scores), kept) @ v).transpose(0, 2, 1, 3).reshape(-1, WIDTH)

@@ -304,6 +304,8 @@ def _attention(node: Node, side: int, path: list[Node]) -> Attention | None:
     value, result = _value_labels(node, side, scores)
     if value is None or set(batch) != {x for x in value.labels if x is not None and x[0] == "b"}:
         return None
+    (query, first), (key, second) = _unscaled(query), _unscaled(key)
+    scale = scores.scale * first * second
     mask = _known_mask(scores)
     chosen = _rows(free, None if mask is None else mask[0], query)
     if chosen is None:
@@ -317,8 +319,22 @@ def _attention(node: Node, side: int, path: list[Node]) -> Attention | None:
         if size != dict(zip(key.labels, key.node.shape, strict=True))[scores.columns]:
             return None
         pattern = None
-    return Attention(query, key, value, batch, rows, shared, scores.columns, inner, scores.scale, pattern, causal,
+    return Attention(query, key, value, batch, rows, shared, scores.columns, inner, scale, pattern, causal,
                      scores.filler, scores.kept, scores.factor, result)  # fmt: skip
+
+
+def _unscaled(factor: Layout) -> tuple[Layout, float]:
+    """Queries or keys without a number that they are multiplied by, and without transposes; and the number."""
+    (node, labels), number = factor, 1.0
+    while True:
+        step = _step(node)
+        if step is not None and step.switch is None and step.before.shape == node.shape:
+            node, number = step.before, number * step.factor
+        elif node.name == "transpose":
+            order = node.params["permutation"]
+            node, labels = node.args[0], tuple(labels[order.index(axis)] for axis in range(len(labels)))
+        else:
+            return Layout(node, labels), number
 
 
 def _rows(free: list[Any], mask: Layout | None, query: Layout) -> tuple[Any, Any] | None:

@@ -187,7 +187,7 @@ def _attention(
     """``torch.nn.functional.scaled_dot_product_attention``; a query that may look nowhere gives zeros, as there."""
     if enable_gqa:
         key, value = (jnp.repeat(x, query.shape[-3] // x.shape[-3], axis=-3) for x in (key, value))
-    scores = (query @ key.swapaxes(-1, -2)) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.swapaxes(-1, -2)
     nowhere = None
     if is_causal:
         scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, UNSEEN)
