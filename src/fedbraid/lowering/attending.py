@@ -120,7 +120,7 @@ class _Step(NamedTuple):
 
 def _step(node: Node) -> _Step | None:
     """The operation of a node that multiplies by a number, or replaces some of its input by a number."""
-    if node.name == "div" and (number := node.args[1].number()) is not None:
+    if node.name == "div" and (number := node.args[1].number()):
         return _Step(node.args[0], 1 / number)
     for before, beside in (node.args, node.args[::-1]) if node.name in ("mul", "add") else ():
         number = beside.number()
@@ -140,7 +140,8 @@ def _step(node: Node) -> _Step | None:
         for kept in (2, 1):  # where the switch is true, and where it is false
             number = node.args[3 - kept].number()
             if number is not None:
-                return _Step(node.args[kept], 1.0, switch if kept == 2 else _negated(switch), number)
+                seen = switch if kept == 2 else switch._replace(node=_not(switch.node))
+                return _Step(node.args[kept], 1.0, seen, number)
     return None
 
 
@@ -153,9 +154,9 @@ def _unrepeated(node: Node) -> Layout:
     return Layout(node, axes)
 
 
-def _negated(switch: Layout) -> Layout:
-    values, node = constant(switch.node), switch.node
-    return switch._replace(node=Node("not", node.aval, None, (node,)) if values is None else _held(~values))
+def _not(node: Node) -> Node:
+    values = constant(node)
+    return Node("not", node.aval, None, (node,)) if values is None else _held(~values)
 
 
 def _held(values: np.ndarray) -> Node:
@@ -172,8 +173,7 @@ def _two_values(node: Node) -> tuple[Node, float, float] | None:
     false, true = (_evaluated(node, flag, sources) for flag in (False, True))
     if false is None or true is None or false == true or any(source is not sources[0] for source in sources):
         return None
-    switch = Layout(sources[0], ())
-    return (switch if true > false else _negated(switch)).node, min(false, true), max(false, true)
+    return (sources[0] if true > false else _not(sources[0])), min(false, true), max(false, true)
 
 
 def _evaluated(node: Node, flag: bool, sources: list[Node]) -> float | None:
