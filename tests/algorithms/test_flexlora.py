@@ -7,6 +7,7 @@ import pytest
 
 import fedbraid as fb
 from fedbraid.algorithms._flexlora import A, B, mean_of_products
+from fedbraid.core import StructureError
 from fedbraid.models.low_rank import LORA_A, LORA_B
 from fedbraid.testing import check
 
@@ -115,3 +116,9 @@ def test_without_adapters_it_is_fedavg():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), *runs)
     with pytest.raises(ValueError, match="client_lr"):
         fb.flexlora(squares, client_lr=-1.0)
+
+
+def test_both_factors_must_be_shared():
+    alg = fb.transforms.private(fb.flexlora(loss, client_lr=0.02, batch_size=2), "*.lora_b")
+    with pytest.raises(StructureError, match="both factors must be shared"):
+        fb.simulate(alg, first_model(), fb.Split.from_clients(federation()), rounds=1)
