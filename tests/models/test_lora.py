@@ -205,6 +205,8 @@ def test_a_sum_that_must_be_computed_is_said():
     ("make", "message"),
     [
         (lambda: lora(BASE, targets="q"), "'q' matches no matrix of the model .* matrices are blocks.0.down.w"),
+        (lambda: lora(BASE, targets=3), "targets must be names of leaves .* got 3"),
+        (lambda: lora(BASE, train=[1]), "train must be names of leaves"),
         (lambda: lora(BASE, targets=("qkv", "ups")), "'ups' matches no matrix"),
         (
             lambda: lora(BASE, targets="qkv", train="*.qkv.w"),
@@ -281,6 +283,13 @@ def test_it_is_built_from_a_table_and_its_base_from_a_file(tmp_path):
     assert float(jax.jit(model.loss)(params, BATCH, None)) == pytest.approx(BASE_LOSS, rel=1e-6)
     with pytest.raises(ValueError, match="lora has no option 'ranks'; it takes rank, alpha"):
         models.build("gpt", {"x": (6,), "y": (6,)}, 7, **sizes, lora={"ranks": 3})
+    with pytest.raises(ValueError, match=r"lora must be a table of options, such as \[model.lora\]"):
+        models.build("gpt", {"x": (6,), "y": (6,)}, 7, **sizes, lora=3)
+    with pytest.raises(ValueError, match=r"there is no file nowhere\.npz"):
+        models.build("gpt", {"x": (6,)}, 7, **sizes, lora={"weights": "nowhere.npz"})
+    np.save(tmp_path / "one.npy", np.ones(3))
+    with pytest.raises(ValueError, match="holds one array"):
+        models.build("gpt", {"x": (6,)}, 7, **sizes, lora={"weights": str(tmp_path / "one.npy")})
     write_npz(tmp_path / "other.npz", {"w": np.ones(3)})
     with pytest.raises(ValueError, match="does not hold the weights of this model"):
         models.build("gpt", {"x": (6,)}, 7, **sizes, lora={"weights": str(tmp_path / "other.npz")})

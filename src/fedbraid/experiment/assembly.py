@@ -20,7 +20,7 @@ import numpy as np
 
 from fedbraid import address, algorithms, models, transforms
 from fedbraid.algorithms.schedules import over_rounds, schedule
-from fedbraid.core import Algorithm
+from fedbraid.core import Algorithm, is_traced
 from fedbraid.data import catalog, partition
 from fedbraid.data.byzantine import mark
 from fedbraid.data.catalog import load as load_data
@@ -268,12 +268,12 @@ def _scheduled(found: Found, named: Named, context: Mapping[str, Callable[[], An
     for key, table in tables.items():
         shape = {"name" if name == "schedule" else name: value for name, value in table.items() if name != "value"}
         base = table.get("value")
-        if isinstance(base, bool) or not isinstance(base, int | float):
+        if isinstance(base, bool) or not (isinstance(base, int | float) or is_traced(base)):
             raise ConfigError(f"algorithm.{key}: a rate over rounds needs a number as its value, got {base!r}")
         try:
             factor = schedule(shape, f"algorithm.{key}")
         except ValueError as error:
-            raise ConfigError(str(error).replace(".name", ".schedule")) from None
+            raise ConfigError(str(error).replace(".name", ".schedule")) from error
         assert factor is not None
         values[key] = lambda round_, base=base, factor=factor: base * factor(round_)
     make(**{key: table["value"] for key, table in tables.items()})  # checks the rates at their full value

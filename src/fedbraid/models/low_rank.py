@@ -96,6 +96,7 @@ def lora(
     check_number("alpha", alpha, low=0, open_low=True)
     check_choice("factors", factors, ("both", "b"))
     check_choice("inputs", inputs, tuple(AXES))
+    targets, train = _patterns("targets", targets), _patterns("train", train)
     _refuse_statistics(model)
     base = jax.tree.map(jnp.asarray, model.init(jax.random.key(0)) if base is None else base)
     leaves, tree = jax.tree.flatten(base)
@@ -179,11 +180,18 @@ def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or pattern in name.split(".")
 
 
-def _adapters(base: PyTree, targets: Any, train: Any, scale: Any, axis: int) -> _Adapters:
+def _patterns(argument: str, given: Any) -> tuple[str, ...]:
+    patterns = (given,) if isinstance(given, str) else given
+    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(
+            f"{argument} must be names of leaves or patterns of them, such as ['qkv', 'up'], got {given!r}"
+        )
+    return tuple(patterns)
+
+
+def _adapters(base: PyTree, targets: tuple[str, ...], train: tuple[str, ...], scale: Any, axis: int) -> _Adapters:
     names, leaves = leaf_names(base), jax.tree.leaves(base)
-    every = targets is TARGETS  # the default names matrices of several kinds of models
-    targets = (targets,) if isinstance(targets, str) else tuple(targets)
-    train = (train,) if isinstance(train, str) else tuple(train)
+    every = targets == TARGETS  # the default names matrices of several kinds of models
     whole = [i for i, name in enumerate(names) if any(_matches(name, pattern) for pattern in train)]
     matrices = [i for i, leaf in enumerate(leaves) if leaf.ndim >= 2 and jnp.issubdtype(leaf.dtype, jnp.floating)]
     adapted = [i for i in matrices if i not in whole and any(_matches(names[i], pattern) for pattern in targets)]
@@ -243,7 +251,12 @@ def read_weights(path: str | Path, model: Model) -> PyTree:
     """The weights of a model from an ``.npz`` file, such as ``fedbraid export`` writes: arrays by name."""
     wanted = jax.eval_shape(model.init, jax.random.key(0))
     names = leaf_names(wanted)
-    with np.load(path, allow_pickle=False) as found:
+    if not Path(path).is_file():
+        raise ValueError(f"weights: there is no file {path} (in {Path.cwd()}); `fedbraid export` writes such files")
+    found = np.load(path, allow_pickle=False)
+    if isinstance(found, np.ndarray):
+        raise ValueError(f"weights: {path} holds one array; an .npz file with an array for each leaf is needed")
+    with found:
         if missing := sorted(set(names) ^ set(found.files)):
             whose = "the file" if missing[0] in found.files else "the model"
             raise ValueError(f"{path} does not hold the weights of this model: only {whose} has {missing[0]!r}")
