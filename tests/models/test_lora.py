@@ -323,3 +323,12 @@ def test_adapter_gradients_are_those_of_peft():
     for name, (a, b) in found.items():
         close(gradient[name]["lora_a"], a.grad.numpy().T, rtol=1e-4, atol=1e-6)
         close(gradient[name]["lora_b"], b.grad.numpy().T, rtol=1e-4, atol=1e-6)
+
+
+def test_a_layer_of_pytorch_with_more_outputs_than_inputs_is_a_product():
+    """Its matrix is transposed for the gradient of the weights, which adapters do not need; no sum is computed."""
+    torch = pytest.importorskip("torch")
+    base = models.from_torch(torch.nn.Linear(4, 9))
+    model = lora(base, rank=2, targets="weight", inputs="last")
+    params, x = drawn(model.init(jax.random.key(0))), RNG.standard_normal((5, 4)).astype(np.float32)
+    close(model.predict(params, x), base.predict(model.merge(params), x), rtol=1e-4, atol=1e-5)

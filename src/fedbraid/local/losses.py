@@ -82,6 +82,7 @@ def _divided(loss: Callable, function: Callable) -> Callable:
 def leaf_names(params: PyTree) -> list[str]:
     """The names of a model's leaves.
 
+    >>> import jax.numpy as jnp
     >>> leaf_names({"body": [jnp.zeros(2)], "head": {"w": jnp.zeros(1)}})
     ['body.0', 'head.w']
     """
@@ -141,6 +142,7 @@ def _with_statistics(statistics: Statistics) -> Callable:
 def value_and_grad(loss: Callable) -> Callable:
     """``jax.value_and_grad(loss)``, with respect to the first argument, of the loss as the engine rewrites it.
 
+    >>> import jax.numpy as jnp
     >>> value, gradient = value_and_grad(lambda params, batch, key: jnp.sum(params**2))(jnp.array([3.0]), {}, None)
     >>> float(value), gradient.tolist()
     (9.0, [6.0])
