@@ -7,7 +7,10 @@ import pytest
 
 import fedbraid as fb
 from fedbraid.algorithms._flexlora import A, B, mean_of_products
+from fedbraid.core import StructureError
 from fedbraid.models.low_rank import LORA_A, LORA_B
+from fedbraid.simulation import fedasync, fedbuff
+from fedbraid.simulation.clock import Clock
 from fedbraid.testing import check
 
 RNG = np.random.default_rng(3)
@@ -115,3 +118,54 @@ def test_without_adapters_it_is_fedavg():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), *runs)
     with pytest.raises(ValueError, match="client_lr"):
         fb.flexlora(squares, client_lr=-1.0)
+
+
+def test_both_factors_must_be_shared():
+    alg = fb.transforms.private(fb.flexlora(loss, client_lr=0.02, batch_size=2), "*.lora_b")
+    with pytest.raises(StructureError, match="both factors must be shared"):
+        fb.simulate(alg, first_model(), fb.Split.from_clients(federation()), rounds=1)
+
+
+CHANGING = {
+    "clip": lambda alg: fb.transforms.clip(alg, bound=1.0),
+    "adaptive_clip": fb.transforms.adaptive_clip,
+    "norm_bound": lambda alg: fb.transforms.norm_bound(alg, bound=1.0),
+    "top_k": lambda alg: fb.transforms.top_k(alg, error_feedback=False),
+    "quantize": lambda alg: fb.transforms.quantize(alg, error_feedback=True),
+}
+
+
+@pytest.mark.parametrize("name", CHANGING)
+@pytest.mark.parametrize("method", [fb.flexlora, fb.pfnm])
+def test_transforms_of_changes_are_refused_because_uploads_are_models(name, method):
+    with pytest.raises(StructureError, match=f"{name}: exchange 'train' sends whole models"):
+        CHANGING[name](method(loss))
+
+
+@pytest.mark.parametrize("mode", [fedasync(), fedbuff(2)])
+def test_uploads_of_older_factors_are_refused(mode):
+    with pytest.raises(ValueError, match="whole factors, which are not changes"):
+        fb.simulate(
+            fb.flexlora(loss),
+            first_model(),
+            fb.Split.from_clients(federation()),
+            rounds=2,
+            clock=Clock(),
+            asynchrony=mode,
+        )
+
+
+def test_a_pair_of_factors_may_be_private():
+    """The server averages the products of the others."""
+    start = first_model()
+    two = {"own": start["layer"], "layer": start["layer"], "bias": start["bias"]}
+
+    def with_own(params, batch, key):
+        return loss(params, batch, key) + 0.1 * jnp.sum((params["own"][A] @ params["own"][B]) ** 2)
+
+    alg = fb.transforms.private(fb.flexlora(with_own, client_lr=0.02, batch_size=None, steps=2), "own")
+    data = fb.Split.from_clients(federation())
+    found = fb.simulate(alg, two, data, rounds=1).params
+    shared = fb.simulate(fb.flexlora(loss, client_lr=0.02, batch_size=None, steps=2), start, data, rounds=1).params
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found["layer"], shared["layer"])
+    np.testing.assert_array_equal(found["own"][A], start["layer"][A])

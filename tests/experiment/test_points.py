@@ -175,6 +175,37 @@ def test_rates_are_traced_and_counts_are_not():
     assert set(traceable(config, data, values)) == {RATE, "algorithm.alpha", "model.l2", "transforms.0.bound"}
 
 
+NESTED = (
+    "algorithm.client_lr={value=0.1, schedule='cosine', over=4}",
+    "algorithm.client_opt={name='adamw', weight_decay=0.1}",
+    "model.name=mlp",
+    "model.hidden=[6]",
+    "model.lora={rank=2, alpha=4.0, targets='w'}",
+    "transforms=[{name='clip', bound=1.0}]",
+)
+
+
+def test_values_inside_tables_are_traced_in_their_place():
+    """The rest of a table, such as the schedule of a rate, stays as it is configured."""
+    config = small(*NESTED)
+    data = build(config).data
+    keys = ("algorithm.client_lr.value", "algorithm.client_opt.weight_decay", "model.lora.alpha")
+    points = [dict(zip(keys, values, strict=True)) for values in ((0.1, 0.1, 4.0), (0.02, 0.5, 16.0))]
+    program = points_program(config, data, keys, points=2, seeds=[3], test=data.test)
+    outcome = program.run(points, seed=3, rounds=6)
+    for j, point in enumerate(points):
+        one = build(with_values(config, point | {"seed": 3}))
+        run = simulate(one.algorithm, one.params, data, rounds=6, cohort=4, seed=3, metrics=one.metrics, eval_every=2)
+        np.testing.assert_allclose(outcome.evaluations["test_loss"][j], run.evaluations["test_loss"], rtol=1e-4)
+
+
+def test_rates_inside_tables_are_traced_and_counts_are_not():
+    config = small(*NESTED)
+    traced = ("algorithm.client_lr.value", "algorithm.client_opt.weight_decay", "model.lora.alpha")
+    values = {key: [1, 2] for key in (*traced, "algorithm.client_lr.over", "model.lora.rank")}
+    assert set(traceable(config, build(config).data, values)) == set(traced)
+
+
 def test_programs_that_compile_fast_give_the_same_numbers(several):
     config, data, points, _, outcome = several
     program = points_program(config, data, [RATE], points=5, seeds=[3], test=data.test, brief=True)

@@ -132,6 +132,69 @@ def test_matrices_inside_loops_checkpoints_and_other_operations():
     close(gradient, jax.grad(lambda x: jnp.sum(network(whole, x)))(x), atol=1e-5)
 
 
+@jax.custom_vjp
+def twice_the_gradient(w, x):
+    return x @ w
+
+
+twice_the_gradient.defvjp(lambda w, x: (x @ w, (w, x)), lambda saved, g: (2 * saved[1].T @ g, 2 * g @ saved[0].T))
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        pytest.param(lambda w, x: twice_the_gradient(w, x), id="a gradient of its own"),
+        pytest.param(lambda w, x: jax.lax.scan(lambda c, row: (jnp.sin(c + row), c), x[0], w)[0], id="rows"),
+        pytest.param(lambda w, x: x @ w.astype(jnp.int32).astype(jnp.float32), id="whole numbers"),
+        pytest.param(lambda w, x: jax.lax.scan(lambda w, _: (jnp.tanh(w), None), w, length=2)[0], id="carried"),
+    ],
+)
+@pytest.mark.parametrize("rank", [2, 4])  # 4: a row of A has as many entries as one of B
+def test_operations_that_need_the_value_of_the_sum(network, rank):
+    w, a, b = (jnp.asarray(3 * RNG.normal(size=shape), jnp.float32) for shape in ((4, 4), (4, rank), (rank, 4)))
+    x, asked = jnp.asarray(RNG.normal(size=(2, 4)), jnp.float32), []
+
+    def run(a, b, adapted):
+        y = with_adapted(network, Adapted(w, a, b, asked.append), x) if adapted else network(w + a @ b, x)
+        return jnp.sum(jnp.sin(y)), y
+
+    found, expected = (jax.grad(run, (0, 1), has_aux=True)(a, b, adapted) for adapted in (True, False))
+    close(found, expected, rtol=1e-4, atol=1e-4)
+    assert asked
+    assert set(asked) == {None}
+
+
+def test_dense_layers_of_the_library_are_products_of_adapters():
+    """In a batch of a few examples, too, where they have a rule for their gradient."""
+    model = lora(models.mlp(4, 3, hidden=[5]), targets="w")
+    params = model.init(jax.random.key(0))
+    batch = {"x": np.ones((2, 4), np.float32), "y": np.array([0, 1]), "mask": np.ones(2, np.float32)}
+    assert "4,5] = add" not in str(jax.make_jaxpr(jax.grad(model.loss))(params, batch))  # W + A B
+
+
+def test_parts_of_the_base_are_still_known():
+    """The head that is trained, and the features."""
+    base = models.mlp(4, 3, hidden=[5])
+    weights = drawn(base.init(jax.random.key(0)))
+    model = lora(base, weights, targets="0.w", train="1")
+    params = model.init(jax.random.key(1))
+    assert set(params) == {"0.w", "1.b", "1.w"}
+    x = RNG.standard_normal((2, 4)).astype(np.float32)
+    close(model.features(params, x), np.maximum(x @ np.asarray(weights[0]["w"]) + np.asarray(weights[0]["b"]), 0))
+    data = fb.Split({"x": np.repeat(x, 3, 0), "y": np.array([0, 1, 2, 0, 1, 2])}, np.array([0, 2, 6]))
+    alg = fb.fedper(model.loss, client_lr=0.1, batch_size=2)
+    assert fb.simulate(alg, params, data, rounds=1).info.cost.up == 4 * 8 * (4 + 5)  # the adapters of layer 0 only
+    with pytest.raises(ValueError, match="does not say which leaves are its head"):
+        fb.fedper(lora(base, weights, targets="0.w").loss)
+
+
+def test_factors_have_one_dtype(x64):
+    base = models.gpt(7, **SIZES)
+    assert {leaf.dtype for leaf in jax.tree.leaves(base.init(jax.random.key(0)))} == {jnp.dtype("float64")}
+    params = lora(base).init(jax.random.key(0))
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float64")}
+
+
 def test_a_sum_that_must_be_computed_is_said():
     model = lora(models.gpt(7, **SIZES, tied=False), targets="embedding")
     with told("'embedding' is used by another operation than a product"):
@@ -141,7 +204,15 @@ def test_a_sum_that_must_be_computed_is_said():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: lora(BASE, targets="q"), "match no matrix of the model; it has blocks.0.down.w"),
+        (lambda: lora(BASE, targets="q"), "'q' matches no matrix of the model .* matrices are blocks.0.down.w"),
+        (lambda: lora(BASE, targets=3), "targets must be names of leaves .* got 3"),
+        (lambda: lora(BASE, train=[1]), "train must be names of leaves"),
+        (lambda: lora(BASE, targets=("qkv", "ups")), "'ups' matches no matrix"),
+        (
+            lambda: lora(BASE, targets="qkv", train="*.qkv.w"),
+            "matches no matrix of the model that is not trained whole",
+        ),
+        (lambda: lora(models.mlp(4, 3, hidden=[5], norm="batch"), targets="w"), "has running statistics"),
         (lambda: lora(BASE, train="head"), "train: 'head' matches no leaf"),
         (lambda: lora(BASE, rank=0), "rank must be"),
         (lambda: lora(BASE, alpha=0.0), "alpha must be"),
@@ -212,6 +283,13 @@ def test_it_is_built_from_a_table_and_its_base_from_a_file(tmp_path):
     assert float(jax.jit(model.loss)(params, BATCH, None)) == pytest.approx(BASE_LOSS, rel=1e-6)
     with pytest.raises(ValueError, match="lora has no option 'ranks'; it takes rank, alpha"):
         models.build("gpt", {"x": (6,), "y": (6,)}, 7, **sizes, lora={"ranks": 3})
+    with pytest.raises(ValueError, match=r"lora must be a table of options, such as \[model.lora\]"):
+        models.build("gpt", {"x": (6,), "y": (6,)}, 7, **sizes, lora=3)
+    with pytest.raises(ValueError, match=r"there is no file nowhere\.npz"):
+        models.build("gpt", {"x": (6,)}, 7, **sizes, lora={"weights": "nowhere.npz"})
+    np.save(tmp_path / "one.npy", np.ones(3))
+    with pytest.raises(ValueError, match="holds one array"):
+        models.build("gpt", {"x": (6,)}, 7, **sizes, lora={"weights": str(tmp_path / "one.npy")})
     write_npz(tmp_path / "other.npz", {"w": np.ones(3)})
     with pytest.raises(ValueError, match="does not hold the weights of this model"):
         models.build("gpt", {"x": (6,)}, 7, **sizes, lora={"weights": str(tmp_path / "other.npz")})
@@ -245,3 +323,12 @@ def test_adapter_gradients_are_those_of_peft():
     for name, (a, b) in found.items():
         close(gradient[name]["lora_a"], a.grad.numpy().T, rtol=1e-4, atol=1e-6)
         close(gradient[name]["lora_b"], b.grad.numpy().T, rtol=1e-4, atol=1e-6)
+
+
+def test_a_layer_of_pytorch_with_more_outputs_than_inputs_is_a_product():
+    """Its matrix is transposed for the gradient of the weights, which adapters do not need; no sum is computed."""
+    torch = pytest.importorskip("torch")
+    base = models.from_torch(torch.nn.Linear(4, 9))
+    model = lora(base, rank=2, targets="weight", inputs="last")
+    params, x = drawn(model.init(jax.random.key(0))), RNG.standard_normal((5, 4)).astype(np.float32)
+    close(model.predict(params, x), base.predict(model.merge(params), x), rtol=1e-4, atol=1e-5)

@@ -178,6 +178,16 @@ def test_a_large_constant_does_not_become_infinite():
     np.testing.assert_allclose(narrow_activations(loss)(w, x), loss(w, x), rtol=0.01)
 
 
+def test_a_loss_may_make_its_own_random_key():
+    def loss(w, x):
+        kept = jax.random.bernoulli(jax.random.key(3), 0.5, x.shape)  # the same mask at every call
+        return jnp.sum(jnp.where(kept, x @ w, 0) @ w)
+
+    w, x = jnp.eye(3), jnp.ones((4, 3))
+    assert float(loss(w, x)) > 0
+    np.testing.assert_allclose(narrow_activations(loss)(w, x), loss(w, x), rtol=0.01)
+
+
 def examples(shape, classes):
     x = jax.random.normal(jax.random.key(1), (8, *shape))
     return {"x": x, "y": jnp.arange(8) % classes, "mask": jnp.ones(8)}

@@ -106,3 +106,23 @@ def test_a_program_with_compiler_options_can_be_part_of_another():
     x = jnp.arange(3.0)
     assert jax.eval_shape(program, x).shape == (3,)
     np.testing.assert_allclose(jax.jit(lambda x: 2 * program(x))(x), 2 * program(x), rtol=1e-6)
+
+
+def test_a_call_with_the_same_shapes_does_not_look_for_captured_arrays_again(monkeypatch):
+    """Rounds are short: a search costs more than the call of a compiled program."""
+    program = captured.jit(lambda tree, power: {"y": tree["x"] ** power}, static_argnums=(1,))
+    program({"x": jnp.ones(3)}, 2)
+    searches = []
+    monkeypatch.setattr(captured.Program, "_of", lambda self, args: searches.append(args))
+    np.testing.assert_allclose(program({"x": jnp.full(3, 2.0)}, 2)["y"], 4.0)
+    assert not searches
+    for other in (({"x": jnp.ones(4)}, 2), ({"x": jnp.ones(3, jnp.int32)}, 2), ({"x": jnp.ones(3)}, 3)):
+        program(*other)
+    assert len(searches) == 3
+
+
+def test_an_array_that_only_some_shapes_need_is_an_argument(programs):
+    program = captured.jit(lambda x: x @ BASE if x.shape[-1] == 160 else x.sum())
+    with programs():
+        assert float(program(jnp.ones(3))) == 3.0
+        np.testing.assert_allclose(program(jnp.ones(160)), BASE.sum(0), rtol=1e-4, atol=1e-4)

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 
 from fedbraid.algorithms._local_update import local_update
 from fedbraid.algorithms.client_optimizers import ClientOptions
-from fedbraid.core import Aggregate, Algorithm, Down, Reducer, Up, check_number
+from fedbraid.core import Aggregate, Algorithm, Down, Reducer, StructureError, Up, check_number
 from fedbraid.local import LocalWork, Weighting
 
 __all__ = ["flexlora", "mean_of_products"]
@@ -73,6 +73,8 @@ def flexlora(
         client=replace(work, folds=(fold._replace(finish=end),)),
         receive=receive,
         reducer=Reducer(lambda up, weight: up, reduced, kind="gather"),
+        whole=True,
+        lockstep="it averages the products of whole factors, which are not changes of the server's",
     )
     return train._replace(exchanges=(exchange,))
 
@@ -89,6 +91,14 @@ def _averaged(models: Any, weight: Any) -> Any:
         if not _is_pair(node):
             shares = share.astype(node.dtype).reshape(-1, *[1] * (node.ndim - 1))
             return jnp.sum(jnp.where(shares > 0, node, 0) * shares, 0)
+        missing = [node[name] is None for name in (A, B)]
+        if all(missing):  # a private pair
+            return node
+        if any(missing):
+            raise StructureError(
+                "flexlora averages the products A B, so both factors must be shared, but one of them is private: to "
+                "keep a factor on the clients, as in FedSA-LoRA, use fedavg with the transform private"
+            )
         a, b = (jnp.moveaxis(node[name], 0, -3) for name in (A, B))  # stacked layers stay in front
         a, b = mean_of_products(a, b, share)
         return {A: a, B: b}

@@ -162,6 +162,7 @@ def pfnm(
         send=lambda server: Down(server.params, server.matched),
         receive=receive,
         reducer=Reducer(lambda up, weight: up, matched, kind="gather"),
+        whole=True,
         lockstep="it matches the neurons of whole networks, which are not changes of the server's model",
     )
     return Algorithm(init, train.init_client, (exchange,), lambda server: server.params)

@@ -164,6 +164,8 @@ class Exchange(NamedTuple):
     partial: messages have only some leaves of the model, because clients keep the others (``transforms.private``).
     guards: names of the rules by which the server judges or changes single uploads, because it does not trust clients
         (``norm_bound``, ``admit_if``). Secure aggregation refuses them: the server sees only sums.
+    whole: uploads are whole models, not changes of the server's model. Transforms that bound or drop parts of changes
+        refuse them: of a model nothing useful would be left.
     """
 
     name: str
@@ -179,6 +181,7 @@ class Exchange(NamedTuple):
     guards: tuple[str, ...] = ()
     at_most: int | None = None  # clients per round that the method is defined for; engines say it if there are more
     partial: bool = False
+    whole: bool = False
     lockstep: str = ""  # why the server cannot use uploads of an older model; asynchronous runs refuse it with this
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from fedbraid import address, algorithms, models, transforms
 from fedbraid.algorithms.schedules import over_rounds, schedule
-from fedbraid.core import Algorithm
+from fedbraid.core import Algorithm, is_traced
 from fedbraid.data import catalog, partition
 from fedbraid.data.byzantine import mark
 from fedbraid.data.catalog import load as load_data
@@ -39,7 +39,7 @@ from fedbraid.simulation.timeline import Timing
 from fedbraid.simulation.timing import timing_of
 from fedbraid.version import __version__
 
-__all__ = ["Experiment", "assemble", "build", "find_parts", "from_elsewhere", "load_named"]
+__all__ = ["Experiment", "assemble", "build", "find_parts", "from_elsewhere", "load_named", "lora_weights"]
 
 PyTree = Any
 
@@ -96,15 +96,25 @@ class Experiment:
         """A hash of everything that determines what clients compute: the configuration and the data description.
 
         It needs no tracing. Two machines with the same digest run the same client programs, if the modules that a
-        configuration names by ``module:attribute`` are the same on both.
+        configuration names by ``module:attribute`` are the same on both. The file of LoRA's frozen weights is a part of
+        what clients compute.
         """
         told = self.description
         decides = self.config.model_dump(mode="json", include={"model", "algorithm", "transforms"})
+        if (weights := lora_weights(self.config)) is not None:
+            decides["weights"] = hashlib.sha256(weights.read_bytes()).hexdigest()
         decides["metrics"] = self.config.evaluation.metrics
         decides["fields"] = {name: [list(f.shape), str(f.dtype)] for name, f in told.fields.items()}
         decides |= {"classes": told.classes, "population": told.population, "preprocess": steps_of(told)}
         decides["version"] = __version__
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def lora_weights(config: Config) -> Path | None:
+    """The file of the frozen weights under LoRA's adapters, if the configuration names one."""
+    table = config.model.options.get("lora")
+    given = table.get("weights") if isinstance(table, Mapping) else None
+    return None if given is None else Path(given)
 
 
 def steps_of(description: DataDescription) -> list[dict[str, Any]]:
@@ -268,12 +278,12 @@ def _scheduled(found: Found, named: Named, context: Mapping[str, Callable[[], An
     for key, table in tables.items():
         shape = {"name" if name == "schedule" else name: value for name, value in table.items() if name != "value"}
         base = table.get("value")
-        if isinstance(base, bool) or not isinstance(base, int | float):
+        if isinstance(base, bool) or not (isinstance(base, int | float) or is_traced(base)):
             raise ConfigError(f"algorithm.{key}: a rate over rounds needs a number as its value, got {base!r}")
         try:
             factor = schedule(shape, f"algorithm.{key}")
         except ValueError as error:
-            raise ConfigError(str(error).replace(".name", ".schedule")) from None
+            raise ConfigError(str(error).replace(".name", ".schedule")) from error
         assert factor is not None
         values[key] = lambda round_, base=base, factor=factor: base * factor(round_)
     make(**{key: table["value"] for key, table in tables.items()})  # checks the rates at their full value

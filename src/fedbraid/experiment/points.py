@@ -17,7 +17,7 @@ from fedbraid.core import Algorithm, StaticValueError, message_shapes
 from fedbraid.costs import data_shapes
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.experiment.assembly import Experiment, assemble
-from fedbraid.experiment.config import Config, ConfigError, parse
+from fedbraid.experiment.config import Config, ConfigError, Named, parse
 from fedbraid.lowering import captured
 from fedbraid.lowering.brief import BRIEF, compiler_options
 from fedbraid.metric import PERSONAL
@@ -76,14 +76,23 @@ def with_traced(config: Config, values: Point) -> Config:
     for key, value in values.items():
         section, *rest = key.split(".")
         if section == "transforms":
-            index, option = int(rest[0]), rest[1]
-            changed = config.transforms[index].model_copy(update={option: value})
+            index = int(rest[0])
+            changed = _with_option(config.transforms[index], rest[1:], value)
             transforms = (*config.transforms[:index], changed, *config.transforms[index + 1 :])
             config = config.model_copy(update={"transforms": transforms})
         else:
-            named = getattr(config, section).model_copy(update={rest[0]: value})
-            config = config.model_copy(update={section: named})
+            config = config.model_copy(update={section: _with_option(getattr(config, section), rest, value)})
     return config
+
+
+def _with_option(named: Named, path: Sequence[str], value: Any) -> Named:
+    """A part with another value at an option, or inside a table such as ``client_lr = {value = .., schedule = ..}``."""
+
+    def changed(table: Mapping[str, Any], path: Sequence[str]) -> Any:
+        first, *rest = path
+        return {**table, first: changed(table[first], rest) if rest else value}
+
+    return named.model_copy(update={path[0]: changed(named.options, path)[path[0]]})
 
 
 def traceable(config: Config, data: FederatedData, values: Mapping[str, Sequence[Any]]) -> tuple[str, ...]:

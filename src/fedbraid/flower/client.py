@@ -19,6 +19,7 @@ import fedbraid
 from fedbraid import address
 from fedbraid.core import Algorithm, Report
 from fedbraid.data.description import Preprocess
+from fedbraid.data.federated import Split
 from fedbraid.flower import entropy, wire
 from fedbraid.flower.compiled import CACHE_DIR, use_cache
 from fedbraid.flower.evaluate import (
@@ -56,9 +57,10 @@ from fedbraid.flower.wire import (
     read_plain,
 )
 from fedbraid.local import ClientData
-from fedbraid.lowering import LoweringOptions, captured, lower
+from fedbraid.lowering import LoweringOptions, captured, lower, notice_unmet
 from fedbraid.masking import Secure
 from fedbraid.metric import PERSONAL
+from fedbraid.simulation.means import check_means
 
 __all__ = ["client_app"]
 
@@ -80,6 +82,7 @@ def client_app(
     fingerprint: str | None = None,
     cache: bool = True,
     secure: Secure | None = None,
+    engine: LoweringOptions | None = None,
 ) -> ClientApp:
     """The ClientApp of an algorithm: the same object that :func:`fedbraid.simulate` runs.
 
@@ -96,6 +99,9 @@ def client_app(
             programs.
         cache: keep compiled programs on the node's disk (``cache-dir`` of its config, else in Flower's folder).
         secure: send only masked uploads (secure aggregation), with these settings; the same on the server.
+        engine: how the client's programs are made fast, such as ``LoweringOptions(microbatch=4)`` for a device with
+            little memory. Sites may have different ones. An :class:`fedbraid.EngineOptions` will do, too: its plan,
+            devices and places of data are for simulations. Default: the default options.
 
     The node's config may contain the site's number in the population (``client`` or ``partition-id``; else the server
     numbers the nodes) and a folder for its state (``state-dir``).
@@ -109,9 +115,10 @@ def client_app(
         raise ValueError(f"load_data must be a function of the node's context, got {load_data!r}")
     if (metrics is None) != (load_test is None):
         raise ValueError("metrics and load_test go together: give both or none; metrics are evaluated on the test data")
-    site = _Site(alg, params, load_data, preprocess, fingerprint, cache)
+    how = LoweringOptions() if engine is None else engine
+    site = _Site(alg, params, load_data, preprocess, fingerprint, cache, how)
     if metrics is not None and load_test is not None:
-        site.load_test, site.sums = load_test, captured.jit(sums_program(metrics, preprocess))
+        site.load_test, site.sums = load_test, captured.jit(sums_program(metrics, preprocess, how))
     app = ClientApp()
     app.query(wire.HELLO)(site.guard(site.hello))
     if secure is not None:
@@ -139,14 +146,15 @@ class _Site:
         preprocess: Preprocess | None,
         name: str | None,
         cache: bool,
+        how: LoweringOptions,
     ) -> None:
-        self.alg, self.load_data, self.name, self.cache = alg, load_data, name, cache
+        self.alg, self.load_data, self.name, self.cache, self.how = alg, load_data, name, cache, how
         self.preprocess = preprocess
         self.load_test: LoadTest = lambda context: None
         self.sums: Callable = lambda *given: {}
         self.secure: SecureSite | None = None
         self.params = shapes_of(params)
-        self.lowered = lower(alg, LoweringOptions()).exchanges
+        self.lowered = lower(alg, how).exchanges
         self.programs = [captured.jit(client_program(exchange)) for exchange in self.lowered]
         self.prints: dict[str, str] = {}
         self.layouts: dict[str, str] = {}
@@ -194,6 +202,13 @@ class _Site:
         rows = check_data(schema, arrays)
         return client_data(arrays, rows, self.preprocess), rows
 
+    def check_engine(self, data: ClientData, rows: int) -> None:
+        """Refuse microbatches for a loss that is no mean over examples; say which options have no effect."""
+        arrays = {name: array[:rows] for name, array in data.arrays.items()}
+        split = Split(arrays, np.array([0, rows]), preprocess=self.preprocess)
+        check_means(self.alg, self.params, split, self.how)
+        notice_unmet(self.alg, self.params, data, self.how)
+
     def fingerprint(self, schema: Schema) -> str:
         return signed(self.program(schema), self.secure.secure if self.secure else None)
 
@@ -237,7 +252,8 @@ class _Site:
         greeting = read_plain(message, Greeting)
         schema = schema_from_json(greeting.schema)
         number = _number(context, greeting)
-        _, rows = self.data(context, schema)
+        data, rows = self.data(context, schema)
+        self.check_engine(data, rows)
         mine = self.check_fingerprint(context, greeting.run, greeting.schema, greeting.fingerprint)
         held: list[str] = []
         if self.state_layout.leaves:

@@ -73,10 +73,10 @@ def batches_of(arrays: Mapping[str, Any], rows: int, room: int) -> tuple[dict[st
 
 
 def sums_program(
-    metrics: Callable, preprocess: Preprocess | None = None
+    metrics: Callable, preprocess: Preprocess | None = None, options: LoweringOptions | None = None
 ) -> Callable[[PyTree, dict[str, Any], Any], dict[str, Any]]:
     """(params, *batches_of) -> the sums of the first client. Nothing else leaves a node."""
-    fast = lower_metrics(metrics, LoweringOptions())
+    fast = lower_metrics(metrics, options or LoweringOptions())
 
     def sums(params: PyTree, batches: dict[str, Any], owners: Any) -> dict[str, Any]:
         scores = score(fast, params, batches, owners, clients=2, preprocess=preprocess)

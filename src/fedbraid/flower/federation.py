@@ -182,6 +182,7 @@ def federation_client_app(
         fingerprint=federation.fingerprint,
         cache=cache,
         secure=federation.secure,
+        engine=federation.config.engine,
     )
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 from string import Template
 from typing import Any, Literal
 
 import fedbraid
 from fedbraid import files
-from fedbraid.experiment.assembly import assemble, find_parts, load_named
-from fedbraid.experiment.config import Config, ConfigError, dump
+from fedbraid.experiment.assembly import assemble, find_parts, load_named, lora_weights
+from fedbraid.experiment.config import Arrival, Config, ConfigError, dump
+from fedbraid.experiment.judging import notice_unused
 from fedbraid.flower.federation import (
     EXPERIMENT,
     FEDERATION,
@@ -21,7 +23,11 @@ from fedbraid.flower.federation import (
 )
 from fedbraid.flower.policy import Policy
 from fedbraid.flower.secure.messages import check_sums
+from fedbraid.lowering import LoweringOptions
 from fedbraid.names import files_in, requirement
+from fedbraid.notices import notice
+from fedbraid.simulation.clock import Clock
+from fedbraid.simulation.options import EngineOptions
 
 __all__ = ["package_of", "write_app"]
 
@@ -143,6 +149,7 @@ def write_app(
     data = load_named(config)
     description = data.description
     experiment = assemble(config, description)  # raises an error now if sites could not build model or algorithm
+    _say_unused(config)
     about = written_description(description) | {"policy": Policy()._asdict()}
     tested = evaluating_clients(evaluate_clients, description.population)
     about["federation"] |= {
@@ -176,6 +183,29 @@ def write_app(
         place.parent.mkdir(parents=True, exist_ok=True)
         files.write_text(place, text)
     return {"app": str(folder), "population": population, "files": [str(p.relative_to(folder)) for p in texts]}
+
+
+def _say_unused(config: Config) -> None:
+    """Say which settings of a configuration a deployment does not use, and which file it needs at every site."""
+    notice_unused(config, "deployments")
+    for section, given in (("arrival", config.arrival != Arrival()), ("clock", config.clock != Clock())):
+        if given:
+            notice(f"[{section}] of the configuration simulates slow and lost uploads: deployments ignore it")
+    used = {field.name for field in fields(LoweringOptions)} - {"matrices"}
+    unused = [
+        f.name for f in fields(EngineOptions) if f.name not in used and getattr(config.engine, f.name) != f.default
+    ]
+    if unused:
+        notice(
+            f"engine.{', engine.'.join(unused)}: deployments ignore it, because a deployed client runs alone on its "
+            "device"
+        )
+    weights = lora_weights(config)
+    if weights is not None:
+        notice(
+            f"the server and every site need the file {weights} with the frozen weights, at this path seen from the "
+            "folder in which their programs start; a site with another file is refused"
+        )
 
 
 def _literal(schema: dict[str, Any]) -> str:

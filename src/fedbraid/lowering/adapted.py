@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from fedbraid.lowering.operations import plain_products
 from fedbraid.lowering.patterns import loop_counts
 
 __all__ = ["Adapted", "with_adapted"]
@@ -63,7 +65,8 @@ def with_adapted(function: Callable, tree: Any, *args: Any) -> Any:
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=lambda leaf: isinstance(leaf, Adapted))
     whole = jax.tree.unflatten(structure, [leaf.w if isinstance(leaf, Adapted) else leaf for leaf in leaves])
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(whole, *args)
+    with plain_products(True):  # a product with a derivative rule of its own would need the value of the sum
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(whole, *args)
     results = _follow(closed.jaxpr, closed.consts, [*leaves, *jax.tree.leaves(args)])
     return jax.tree.unflatten(jax.tree.structure(shapes), [_value(result) for result in results])
 
@@ -97,20 +100,23 @@ def _computed(equation: Any, inputs: list[Any]) -> list[Any]:
 
 
 def _symbolic(equation: Any, inputs: list[Any]) -> list[Any] | None:
-    """The results of an equation that has an `Adapted` input; None if it needs the values."""
+    """The results of an equation that has an `Adapted` input; None if it needs the values.
+
+    A function with a derivative rule of its own needs them: its rule need not be the derivative of the product inside.
+    """
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         return _product(params, *inputs)
-    if name == "transpose" and inputs[0].w.ndim == 2:
+    if name == "transpose" and tuple(params["permutation"]) == (1, 0):
         return [inputs[0].transposed()]
-    if name == "convert_element_type":
+    if name == "convert_element_type" and jnp.issubdtype(params["new_dtype"], jnp.floating):
         return [inputs[0].astype(params["new_dtype"])]
     if name == "scan":
         return _scan(params, inputs)
     if name in ("checkpoint", "remat", "remat2"):
         return _checkpoint(params, inputs)
     inside = next((params[key] for key in ("jaxpr", "call_jaxpr") if key in params), None)
-    if name in ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call") and inside is not None:
+    if name in ("jit", "pjit", "closed_call") and inside is not None:
         if isinstance(inside, Jaxpr):
             return _follow(inside, (), inputs)
         return _follow(inside.jaxpr, inside.consts, inputs)
@@ -166,11 +172,15 @@ def _checkpoint(params: dict[str, Any], inputs: list[Any]) -> list[Any]:
 
 
 def _scan(params: dict[str, Any], inputs: list[Any]) -> list[Any] | None:
-    """A loop over stacked matrices, such as the layers of a model: each step gets its slices of w, a and b."""
+    """A loop over stacked matrices, such as the layers of a model: each step gets its slices of w, a and b.
+
+    A loop over the rows of one matrix gets the rows of the sum.
+    """
     body: ClosedJaxpr = params["jaxpr"]
     consts, carried = loop_counts(params)
     first = consts + carried
-    fixed, carry, slices = inputs[:consts], [_value(v) for v in inputs[consts:first]], inputs[first:]
+    fixed, carry = inputs[:consts], [_value(v) for v in inputs[consts:first]]
+    slices = [v if isinstance(v, Adapted) and v.w.ndim > 2 else _value(v) for v in inputs[first:]]
 
     def step(carry: list[Any], pieces: list[Any]) -> tuple[list[Any], list[Any]]:
         rebuilt = [_rebuilt(like, part) for like, part in zip(slices, pieces, strict=True)]

@@ -57,12 +57,21 @@ class Program:
         self._sharding, self._static, self._options = sharding, static, options
         self._lifted: dict[int, _Lifted | None] = {}  # by the identity of a traced jaxpr, which jax's cache keeps
         self._jaxprs: list[Any] = []  # keeps these identities unique
+        self._small: set[Any] = set()  # structures and shapes of arguments with which it captures no large array
 
     def __call__(self, *args: Any) -> Any:
-        if self._is_inside(args):
+        leaves, tree = jax.tree.flatten([arg for i, arg in enumerate(args) if i not in self._static])
+        if any(map(is_traced, leaves)):
             return self._inner(*args)
+        # jax takes three times as long to find a traced program as to call a compiled one
+        shapes = (tree, *(args[i] for i in self._static), *map(_shape, leaves))
+        if shapes in self._small:
+            return self._plain(*args)
         lifted = self._of(args)
-        return self._plain(*args) if lifted is None else lifted(self._leaves(args))
+        if lifted is not None:
+            return lifted(leaves)
+        self._small.add(shapes)
+        return self._plain(*args)
 
     def lower(self, *args: Any) -> Any:
         """The lowered program for arguments of these shapes; its ``compile()`` can be called like this program."""
@@ -144,6 +153,10 @@ def captured_bytes(function: Callable, *args: Any) -> int:
     """Bytes of the large arrays that a function captures, found by tracing. Arguments may be shapes."""
     consts = jax.make_jaxpr(function)(*args).consts
     return sum(const.nbytes for const in consts if _is_large(const))
+
+
+def _shape(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else type(leaf)
 
 
 def _is_large(const: Any) -> bool:

@@ -36,6 +36,7 @@ __all__ = [
     "max_pool",
     "paddings",
     "patches",
+    "plain_products",
     "product",
     "window_counts",
     "window_max",
@@ -44,6 +45,8 @@ __all__ = [
 Array = jax.Array
 Dense = dict[str, Array]
 _later: ContextVar[bool] = ContextVar("fedbraid_convolutions_later", default=False)
+# For matrices with adapters: `product` is ``x @ w``, without a rule for its gradient. Part of the key of jax's caches.
+plain_products = jax.make_user_context(False)
 FEW_ROWS = 16  # up to this batch size, transposing the inputs costs less than it saves
 
 
@@ -61,7 +64,8 @@ def convolutions_later() -> Iterator[None]:
 
 def product(x: Array, w: Array) -> Array:
     """``x @ w``, with a gradient of w that is faster on a CPU if a batch has few examples."""
-    if x.ndim == w.ndim == 2 and x.shape[0] <= FEW_ROWS and kernels.platform() == "cpu":
+    few = x.ndim == w.ndim == 2 and x.shape[0] <= FEW_ROWS
+    if few and kernels.platform() == "cpu" and not plain_products.value:
         return _product(x, w)
     return x @ w
 

@@ -16,6 +16,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
@@ -83,6 +84,7 @@ def constant(node: Node) -> np.ndarray | None:
         return node.value
     args, equation = [], node.equation
     node.varies |= equation is None or math.prod(node.shape) > 1 << 20 or bool(equation.effects)
+    node.varies |= jnp.issubdtype(node.aval.dtype, jax.dtypes.prng_key)  # random keys are no NumPy arrays
     for arg in () if node.varies else node.args:
         args.append(constant(arg))
         node.varies |= args[-1] is None

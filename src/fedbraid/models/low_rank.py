@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbraid.core import check_choice, check_number
-from fedbraid.local import APPLIES_MASK, WEIGHTS
+from fedbraid.local import APPLIES_MASK, HEAD, NORM, STATISTICS, WEIGHTS, leaf_names
 from fedbraid.lowering.adapted import Adapted, with_adapted
 from fedbraid.metric import as_metrics
 from fedbraid.models.model import Array, Model, PyTree, check_sizes
@@ -79,8 +79,8 @@ def lora(
         rank: r, the width of the adapters.
         alpha: the product A B is multiplied by alpha / r.
         targets: the matrices that get adapters: parts of their names (``"qkv"`` for ``blocks.0.qkv.w``), or patterns
-            (``"blocks.*.up.w"``).
-        train: further leaves that are trained whole, such as a new ``"head"``.
+            (``"blocks.*.up.w"``). Each must match a matrix.
+        train: further leaves that are trained whole, such as a new ``"head"``. They get no adapters.
         factors: ``"both"``, or ``"b"``, which keeps A as it was drawn (from a fixed key, the same at every client).
         inputs: the axis of a matrix that inputs are summed over: ``"first"`` for ``x @ w`` (this library, flax),
             ``"last"`` for ``w @ x`` (equinox, PyTorch).
@@ -96,6 +96,8 @@ def lora(
     check_number("alpha", alpha, low=0, open_low=True)
     check_choice("factors", factors, ("both", "b"))
     check_choice("inputs", inputs, tuple(AXES))
+    targets, train = _patterns("targets", targets), _patterns("train", train)
+    _refuse_statistics(model)
     base = jax.tree.map(jnp.asarray, model.init(jax.random.key(0)) if base is None else base)
     leaves, tree = jax.tree.flatten(base)
     _check_base(model, base)
@@ -128,8 +130,15 @@ def lora(
     weights = getattr(model.loss, WEIGHTS, None)
     if weights is not None:
         setattr(loss, WEIGHTS, lambda params, batch: weights(base, batch))
-    metrics = as_metrics(model.metrics).through(lambda measure: lambda p, batch: with_adapted(measure, parts(p), batch))
-    return Model(init, loss, metrics, lambda p, x: with_adapted(model.predict, parts(p), x), model.targets, merge=merge)
+    for role in (HEAD, NORM):
+        setattr(loss, role, _trained(getattr(model.loss, role, ()), jax.eval_shape(init, jax.random.key(0))))
+
+    def through(function: Callable) -> Callable:
+        return lambda params, given: with_adapted(function, parts(params), given)
+
+    features = None if model.features is None else through(model.features)
+    metrics = as_metrics(model.metrics).through(through)
+    return Model(init, loss, metrics, through(model.predict), model.targets, features, merge)
 
 
 def _is_adapted(leaf: Any) -> bool:
@@ -140,37 +149,58 @@ def _sum(leaf: Adapted) -> Array:
     return leaf.w + (leaf.a @ leaf.b).astype(leaf.w.dtype)
 
 
+def _refuse_statistics(model: Model) -> None:
+    statistics = getattr(model.loss, STATISTICS, None)
+    if statistics is not None:
+        raise ValueError(
+            f"model: its batch normalisation has running statistics ({', '.join(statistics.leaves[:3])}), which local "
+            "steps would have to update, but all leaves without adapters are frozen. Use a model with group or layer "
+            "normalisation, or from_torch(..., freeze_statistics=True)"
+        )
+
+
+def _trained(roles: Sequence[str], params: PyTree) -> tuple[str, ...]:
+    """The patterns of ``roles`` (of the head, say) that match a leaf which is trained."""
+    names = leaf_names(params)
+    return tuple(one for one in roles if any(fnmatchcase(name, one) or name.startswith(f"{one}.") for name in names))
+
+
 def _check_base(model: Model, base: PyTree) -> None:
     wanted = jax.eval_shape(model.init, jax.random.key(0))
     if jax.tree.structure(wanted) != jax.tree.structure(base):
         raise ValueError(
             "base has another structure than the parameters of the model: pass weights as model.init gives them"
         )
-    for name, want, have in zip(_names(base), *map(jax.tree.leaves, (wanted, base)), strict=True):
+    for name, want, have in zip(leaf_names(base), *map(jax.tree.leaves, (wanted, base)), strict=True):
         if want.shape != have.shape:
             raise ValueError(f"base: the leaf {name!r} has shape {have.shape}, the model's has {want.shape}")
-
-
-def _names(tree: PyTree) -> list[str]:
-    """Names of leaves, as the transform `private` has them."""
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    return [jax.tree_util.keystr(path, simple=True, separator=".") or "params" for path in paths]
 
 
 def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or pattern in name.split(".")
 
 
-def _adapters(base: PyTree, targets: Any, train: Any, scale: Any, axis: int) -> _Adapters:
-    names, leaves = _names(base), jax.tree.leaves(base)
-    targets = (targets,) if isinstance(targets, str) else tuple(targets)
-    train = (train,) if isinstance(train, str) else tuple(train)
-    whole = [i for i, name in enumerate(names) if any(_matches(name, pattern) for pattern in train)]
-    matrices = [i for i, leaf in enumerate(leaves) if leaf.ndim >= 2 and i not in whole]
-    adapted = [i for i in matrices if any(_matches(names[i], pattern) for pattern in targets)]
-    if not adapted:
+def _patterns(argument: str, given: Any) -> tuple[str, ...]:
+    patterns = (given,) if isinstance(given, str) else given
+    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
         raise ValueError(
-            f"targets {targets} match no matrix of the model; it has {', '.join(names[i] for i in matrices)}"
+            f"{argument} must be names of leaves or patterns of them, such as ['qkv', 'up'], got {given!r}"
+        )
+    return tuple(patterns)
+
+
+def _adapters(base: PyTree, targets: tuple[str, ...], train: tuple[str, ...], scale: Any, axis: int) -> _Adapters:
+    names, leaves = leaf_names(base), jax.tree.leaves(base)
+    every = targets == TARGETS  # the default names matrices of several kinds of models
+    whole = [i for i, name in enumerate(names) if any(_matches(name, pattern) for pattern in train)]
+    matrices = [i for i, leaf in enumerate(leaves) if leaf.ndim >= 2 and jnp.issubdtype(leaf.dtype, jnp.floating)]
+    adapted = [i for i in matrices if i not in whole and any(_matches(names[i], pattern) for pattern in targets)]
+    unmatched = [pattern for pattern in targets if not any(_matches(names[i], pattern) for i in matrices)]
+    if not adapted or (unmatched and not every):
+        wrong = repr(unmatched[0]) if unmatched and not every else targets
+        raise ValueError(
+            f"targets: {wrong} matches no matrix of the model that is not trained whole; its matrices are "
+            f"{', '.join(names[i] for i in matrices)}"
         )
     for pattern in train:
         if not any(_matches(name, pattern) for name in names):
@@ -184,8 +214,9 @@ def _drawn(key: Array, spec: _Adapters, leaves: list[Array], rank: int) -> dict[
     for number, i in enumerate(spec.adapted):
         *stack, rows, columns = leaves[i].shape
         d, out = (rows, columns) if spec.axis == 0 else (columns, rows)
+        dtype = jnp.promote_types(leaves[i].dtype, jnp.float32)  # steps are too small for the digits of bfloat16
         a = jax.random.uniform(jax.random.fold_in(key, number), (*stack, d, rank), jnp.float32, -1, 1) / d**0.5
-        factors[spec.names[i]] = {LORA_A: a, LORA_B: jnp.zeros((*stack, rank, out))}
+        factors[spec.names[i]] = {LORA_A: a.astype(dtype), LORA_B: jnp.zeros((*stack, rank, out), dtype)}
     return factors
 
 
@@ -219,8 +250,13 @@ def _watch(name: str, expected: int, axis: int | None) -> None:
 def read_weights(path: str | Path, model: Model) -> PyTree:
     """The weights of a model from an ``.npz`` file, such as ``fedbraid export`` writes: arrays by name."""
     wanted = jax.eval_shape(model.init, jax.random.key(0))
-    names = _names(wanted)
-    with np.load(path, allow_pickle=False) as found:
+    names = leaf_names(wanted)
+    if not Path(path).is_file():
+        raise ValueError(f"weights: there is no file {path} (in {Path.cwd()}); `fedbraid export` writes such files")
+    found = np.load(path, allow_pickle=False)
+    if isinstance(found, np.ndarray):
+        raise ValueError(f"weights: {path} holds one array; an .npz file with an array for each leaf is needed")
+    with found:
         if missing := sorted(set(names) ^ set(found.files)):
             whose = "the file" if missing[0] in found.files else "the model"
             raise ValueError(f"{path} does not hold the weights of this model: only {whose} has {missing[0]!r}")

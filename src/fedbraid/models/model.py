@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fedbraid.core import check_count
 from fedbraid.local import APPLIES_MASK, HEAD, NORM, STATISTICS, WEIGHTS, Statistics
 from fedbraid.metric import Metric, Metrics, declared_by, declares
 from fedbraid.models.targets import Targets, check_targets
@@ -54,8 +55,7 @@ class Model(NamedTuple):
 def check_sizes(**sizes: int) -> None:
     """Refuse sizes that are not positive whole numbers, naming the argument."""
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, got {size!r}")
+        check_count(name, size)
 
 
 def mask_of(batch: Batch) -> Array:

@@ -95,7 +95,10 @@ def build(name: str, example_shapes: Shapes, num_classes: int | None = None, **o
     [(784, 50), (50, 62)]
     """
     if "lora" in options:
-        table = dict(options.pop("lora"))
+        given = options.pop("lora")
+        if not isinstance(given, Mapping):
+            raise ValueError(f"lora must be a table of options, such as [model.lora] with rank = 8, got {given!r}")
+        table = dict(given)
         model = build(name, example_shapes, num_classes, **options)
         weights = table.pop("weights", None)
         _check_lora(table)

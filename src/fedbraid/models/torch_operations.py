@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbraid.lowering import kernels
-from fedbraid.lowering.operations import dense, linear
+from fedbraid.lowering.operations import dense, linear, plain_products
 from fedbraid.models.lstm import recurrence
 
 __all__ = ["environment", "needed"]
@@ -263,7 +263,7 @@ def _turned(weight: Array) -> Array:
     On a CPU its gradient is transposed after it is computed. XLA would compute the transposed product instead, and its
     left factor [rows, out] is then summed over its rows, which is slow.
     """
-    if kernels.platform() != "cpu":
+    if kernels.platform() != "cpu" or plain_products.value:
         return weight.T
     return linear(lambda _, w: w.T, lambda _, gradient: jax.lax.optimization_barrier(gradient).T, (), weight)
 

@@ -39,6 +39,7 @@ from fedbraid.transforms.uploads import (
     recode,
     refuse_partial,
     refuse_sealed,
+    refuse_whole,
     through,
 )
 
@@ -185,6 +186,8 @@ def _compress(
 
     def change(exchange: Exchange) -> Exchange:
         refuse_sealed(exchange, name)
+        if error_feedback or kind is Sparse:
+            refuse_whole(exchange, name)
         if not error_feedback:
             return recode(exchange, whole, decode)
         refuse_partial(exchange, f"{name} with error feedback", instead="; error_feedback=False works")

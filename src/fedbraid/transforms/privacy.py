@@ -61,6 +61,7 @@ from fedbraid.transforms.uploads import (
     extend_server,
     norm,
     refuse_sealed,
+    refuse_whole,
 )
 
 __all__ = ["adaptive_clip", "clip", "dp"]
@@ -89,6 +90,7 @@ def clip(alg: Algorithm, *, bound: Any = 1.0, exchanges: Sequence[str] | None = 
 
     def change(exchange: Exchange) -> Exchange:
         refuse_sealed(exchange, "clip")
+        refuse_whole(exchange, "clip")
         return _clip(exchange, bound)
 
     return change_exchanges(alg, exchanges, change)
@@ -145,6 +147,7 @@ def adaptive_clip(
     for exchange in alg.exchanges:
         if exchanges is None or exchange.name in exchanges:
             refuse_sealed(exchange, "adaptive_clip")
+            refuse_whole(exchange, "adaptive_clip")
     return _adaptive(alg, quantile, initial, rate, exchanges)
 
 

@@ -38,6 +38,7 @@ from fedbraid.transforms.uploads import (
     norm,
     recode,
     refuse_sealed,
+    refuse_whole,
 )
 
 __all__ = [
@@ -252,6 +253,7 @@ def norm_bound(alg: Algorithm, *, bound: Any = 1.0, exchanges: Sequence[str] | N
 
     def change(exchange: Exchange) -> Exchange:
         refuse_sealed(exchange, "norm_bound")
+        refuse_whole(exchange, "norm_bound")
         changed = recode(exchange, lambda up, down, key: up, decode, mixes=True)
         return changed._replace(guards=(*exchange.guards, "norm_bound"))
 

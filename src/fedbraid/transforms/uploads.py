@@ -39,6 +39,7 @@ __all__ = [
     "recode",
     "refuse_partial",
     "refuse_sealed",
+    "refuse_whole",
     "through",
 ]
 
@@ -172,6 +173,16 @@ def refuse_sealed(exchange: Exchange, what: str) -> None:
         raise ValueError(
             f"{what} over dp would change uploads after dp has bounded their sensitivity, and epsilon would be wrong: "
             f"put dp outside, dp({what}(algorithm))"
+        )
+
+
+def refuse_whole(exchange: Exchange, what: str) -> None:
+    """Refuse uploads that are whole models, if the transform is for changes of the model."""
+    if exchange.whole:
+        raise StructureError(
+            f"{what}: exchange {exchange.name!r} sends whole models, and {what} is for changes of the model, which are "
+            f"much smaller: it would spoil the models. Leave {what} out, or use an algorithm that sends changes, such "
+            "as fedavg"
         )
 
 

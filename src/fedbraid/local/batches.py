@@ -1,68 +1,39 @@
-"""Local work: how a client goes over its own batches, and how it differentiates a loss.
+"""A client's examples and the batches that it goes over.
 
-Client code never slices data. Shuffling, epochs or steps, the last partial batch, masks and held-out slices are here.
-The same code serves the simulator's flat arrays and a deployed client's own arrays. A client built with
-:func:`local_work` can be called (it folds over its batches). An engine can also take it apart, and run the steps of
-many clients together.
-
-Client code differentiates with :func:`value_and_grad` and :func:`grad`. They are jax's functions, but an engine may
-first rewrite the loss (see :func:`rewriting`), for example to replace slow operations by fast ones, or compute its
-gradient in parts of the batch (see :func:`dividing`).
+Shuffling, epochs or steps, the last partial batch, masks and held-out slices are here. The same code serves the
+simulator's flat arrays and a deployed client's own arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, TypedDict, Unpack
+from typing import Any, Literal, Protocol, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbraid.core import Algorithm, Report, StructureError, check_count, check_number, is_traced
+from fedbraid.core import check_count, check_number, is_traced
 
 __all__ = [
-    "APPLIES_MASK",
-    "HEAD",
+    "BYZANTINE",
     "LEADING",
-    "NORM",
-    "STATISTICS",
+    "MASK",
     "WEIGHTINGS",
-    "WEIGHTS",
     "Batches",
     "ClientData",
     "Clients",
-    "Fold",
     "LocalOptions",
-    "LocalWork",
-    "Statistics",
     "Weighting",
     "batches_of",
-    "collecting_statistics",
-    "dividing",
-    "grad",
-    "leaf_names",
-    "local_work",
-    "map_work",
     "masked_mean",
-    "rewriting",
-    "rewritten",
     "shuffled",
-    "value_and_grad",
     "weight_of",
 ]
 
-PyTree = Any
 MASK = "mask"
-APPLIES_MASK = "applies_mask"  # attribute of a loss that is known to ignore padded rows
-HEAD = "head_leaves"  # attribute of a loss: patterns of the names of the model's last layer
-NORM = "norm_leaves"  # attribute of a loss: names of the leaves of the model's normalisation layers
-STATISTICS = "statistics"  # attribute of a loss whose model has statistics of batches; see `Statistics`
-WEIGHTS = "example_weights"  # attribute of a loss: (params, batch) -> weight of each example in its mean; else the mask
 LEADING = "leading"  # the field of a batch that says whether it belongs to the leading phase; see `Batches`
 BYZANTINE = "byzantine"  # the field that marks attackers; see fedbraid.data.mark
 
@@ -81,140 +52,6 @@ class Clients(Protocol):
     def sizes(self) -> Any: ...
     @property
     def preprocess(self) -> Callable | None: ...
-
-
-# --- derivatives: the one place where an engine may change a loss ----------------------------------------------------
-
-_rewrite = jax.make_user_context(None)  # part of the key of jax's caches: each rewrite compiles its own program
-
-
-def rewriting(change: Callable[[Callable], Callable] | None) -> AbstractContextManager[Any]:
-    """For engines: a context in which functions are replaced by ``change(function)`` before they are differentiated.
-
-    The changed function must have the same values and derivatives. None changes nothing.
-    """
-    return _rewrite(change)
-
-
-def rewritten(function: Callable) -> Callable:
-    """``function`` as the engine rewrites it, for derivatives other than those below, such as Hessians."""
-
-    def run(*args: Any) -> Any:
-        change = _rewrite.value
-        return function(*args) if change is None else change(function)(*args)
-
-    return run
-
-
-_divide = jax.make_user_context(None)
-
-
-def dividing(divide: Callable[[Callable, Callable], Callable] | None) -> AbstractContextManager[Any]:
-    """For engines: a context in which the gradient of a loss may be computed in parts of its batch.
-
-    ``divide(loss, function)`` returns a function with the results of ``function``, which takes the arguments of the
-    loss and returns its gradient, or its value and its gradient. None changes nothing.
-    """
-    return _divide(divide)
-
-
-def _divided(loss: Callable, function: Callable) -> Callable:
-    def run(*args: Any) -> Any:
-        divide = _divide.value
-        return function(*args) if divide is None else divide(loss, function)(*args)
-
-    return run
-
-
-def leaf_names(params: PyTree) -> list[str]:
-    """The names of a model's leaves.
-
-    >>> leaf_names({"body": [jnp.zeros(2)], "head": {"w": jnp.zeros(1)}})
-    ['body.0', 'head.w']
-    """
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    return [jax.tree_util.keystr(path, simple=True, separator=".") or "params" for path in paths]
-
-
-class Statistics(NamedTuple):
-    """The leaves of a model that every training step updates by a rule: running means of batch normalisation.
-
-    leaves: their names. update: ``(params, batch, key) -> (loss, new statistics)``, the latter in the structure of the
-    model, with None at the other leaves. The gradient of the loss with respect to these leaves is 0.
-    """
-
-    leaves: tuple[str, ...]
-    update: Callable
-
-
-_collected: ContextVar[list[tuple[PyTree, PyTree]] | None] = ContextVar("statistics", default=None)
-
-
-@contextmanager
-def collecting_statistics() -> Iterator[list[tuple[PyTree, PyTree]]]:
-    """New statistics of the losses that are differentiated in this context: pairs of a model and its statistics."""
-    seen: list[tuple[PyTree, PyTree]] = []
-    token = _collected.set(seen)
-    try:
-        yield seen
-    finally:
-        _collected.reset(token)
-
-
-def _with_statistics(statistics: Statistics) -> Callable:
-    """``value_and_grad`` of a loss whose model has statistics, which are collected."""
-
-    def run(params: PyTree, batch: Any, key: Any = None) -> tuple[Any, PyTree]:
-        seen = _collected.get()
-        if seen is None:
-            raise StructureError(
-                f"this model has batch normalisation: its statistics ({', '.join(statistics.leaves[:3])} ...) belong "
-                "to the examples of one client, and this method would average them like weights. Use a method that "
-                "keeps them on the clients (fedbn; fedper, fedrep and others with private leaves; the transform "
-                "private), or a model with group or layer normalisation"
-            )
-        if _divide.value is not None:
-            raise StructureError(
-                "microbatch: this model has batch normalisation, whose statistics are those of a whole batch. Set "
-                "microbatch = None, or use a model with group or layer normalisation"
-            )
-        (value, new), g = jax.value_and_grad(rewritten(statistics.update), has_aux=True)(params, batch, key)
-        seen.append((params, new))
-        return value, g
-
-    return run
-
-
-def value_and_grad(loss: Callable) -> Callable:
-    """``jax.value_and_grad(loss)``, with respect to the first argument, of the loss as the engine rewrites it.
-
-    >>> value, gradient = value_and_grad(lambda params, batch, key: jnp.sum(params**2))(jnp.array([3.0]), {}, None)
-    >>> float(value), gradient.tolist()
-    (9.0, [6.0])
-    """
-    _check_loss(loss)
-    statistics = getattr(loss, STATISTICS, None)
-    if statistics is not None:
-        return _with_statistics(statistics)
-    return _divided(loss, jax.value_and_grad(rewritten(loss)))
-
-
-def grad(loss: Callable) -> Callable:
-    """``jax.grad(loss)``, with respect to the first argument, of the loss as the engine rewrites it."""
-    _check_loss(loss)
-    if getattr(loss, STATISTICS, None) is not None:
-        return lambda *args: value_and_grad(loss)(*args)[1]
-    return _divided(loss, jax.grad(rewritten(loss)))
-
-
-def _check_loss(loss: Any) -> None:
-    """Refuse a loss that is not a function, such as a whole model."""
-    if not callable(loss):
-        hint = "; pass model.loss instead of the model" if callable(getattr(loss, "loss", None)) else ""
-        raise TypeError(f"loss must be a function (params, batch, key) -> number, got a {type(loss).__name__}{hint}")
-
-
-# --- a client's examples ---------------------------------------------------------------------------------------------
 
 
 @partial(
@@ -450,87 +287,3 @@ def _cut(xp: Any, fraction: float, n: Any) -> Any:
     n, real = xp.asarray(n), jnp.result_type(float) if xp is jnp else float
     row = xp.floor(fraction * n.astype(real) + 1e-6).astype(n.dtype)
     return xp.maximum(row, 1) if fraction > 0 else row
-
-
-class Fold(NamedTuple):
-    """One pass over a client's batches, in three parts that an engine may run itself."""
-
-    start: Callable  # (down, client_state, key) -> carry
-    step: Callable  # (carry, batch, key, down) -> carry; down is not in the carry because all clients share it
-    finish: Callable  # (carry, down, client_state, n) -> result
-    batches: Batches
-
-    def run(self, down: PyTree, state: PyTree, data: ClientData, key: Any) -> Any:
-        """The result of a fold over all batches of a client's data."""
-        carry = jax.lax.fori_loop(
-            0,
-            self.batches.count(data.size),
-            lambda k, carry: self.advance(carry, k, down, data, key),
-            self.begin(down, state, key),
-        )
-        return self.end(carry, down, state, data)
-
-    def begin(self, down: PyTree, state: PyTree, key: Any) -> PyTree:
-        """The carry before the first step."""
-        return self.start(down, state, jax.random.fold_in(key, 0))
-
-    def advance(self, carry: PyTree, k: Any, down: PyTree, data: ClientData, key: Any) -> PyTree:
-        """Step number ``k``. Its batch and its random numbers depend only on ``k`` and the client's key."""
-        step_key = jax.random.fold_in(jax.random.fold_in(key, 2), k)
-        batch = self.batches.take(data, k, jax.random.fold_in(key, 1), step_key)
-        return self.step(carry, batch, step_key, down)
-
-    def end(self, carry: PyTree, down: PyTree, state: PyTree, data: ClientData) -> Any:
-        """The fold's result."""
-        return self.finish(carry, down, state, self.batches.bounds(data.size)[1])
-
-
-def _only(results: tuple, down: PyTree, state: PyTree, key: Any) -> Report:
-    del down, state, key
-    return results[0]
-
-
-@dataclass(frozen=True)
-class LocalWork:
-    """A client function: folds over its batches, run one after the other, and a report made of their results."""
-
-    folds: tuple[Fold, ...]
-    combine: Callable = _only  # (results of the folds, down, client_state, key) -> Report
-
-    def __call__(self, down: PyTree, state: PyTree, data: ClientData, key: Any) -> Report:
-        results = tuple(f.run(down, state, data, self.fold_key(key, i)) for i, f in enumerate(self.folds))
-        return self.report(results, down, state, key)
-
-    def fold_key(self, key: Any, i: int) -> Any:
-        """The random key of fold ``i``."""
-        return jax.random.fold_in(key, i)
-
-    def report(self, results: tuple[Any, ...], down: PyTree, state: PyTree, key: Any) -> Report:
-        """The client's report, from the results of its folds."""
-        return self.combine(results, down, state, jax.random.fold_in(key, len(self.folds)))
-
-    def count(self, n: Any) -> Any:
-        """The number of local steps of a client that has ``n`` examples, over all folds."""
-        return sum(f.batches.count(n) for f in self.folds)
-
-
-def local_work(start: Callable, step: Callable, finish: Callable, batches: Batches) -> LocalWork:
-    """A client function made of local steps, like a training loop: the usual way to write an algorithm.
-
-    start: ``(down, state, key) -> carry``: before the first step, from the server's message and the client's state.
-    step: ``(carry, batch, key, down) -> carry``: one local step.
-    finish: ``(carry, down, state, n) -> Report``: the upload, from the last carry; n is the number of examples.
-    batches: the batches that the steps go over.
-    """
-    return LocalWork((Fold(start, step, finish, batches),))
-
-
-def map_work(alg: Algorithm, change: Callable[[Callable], Callable]) -> Algorithm:
-    """``alg`` with ``change`` applied to its clients' local steps, or to the whole client if it has no steps."""
-
-    def changed(client: Callable) -> Callable:
-        if not isinstance(client, LocalWork):
-            return change(client)
-        return replace(client, folds=tuple(fold._replace(step=change(fold.step)) for fold in client.folds))
-
-    return alg._replace(exchanges=tuple(e._replace(client=changed(e.client)) for e in alg.exchanges))
