@@ -149,6 +149,7 @@ bound = 2.0
         ("algorithm.name=fedbraid.transforms:clip", "it is a transform, not an algorithm"),
         ("transforms=[{name='mine_bad:method'}]", "has no parameter 'alg'"),
         ("algorithm.name=mine_bad:absent", "mine_bad has no 'absent'"),
+        ("algorithm.name=mine_bad:methd", "mine_bad has no 'methd' (did you mean 'method'?"),
         ("algorithm.name=no_such:thing", "cannot import the module 'no_such'"),
         ("data.partition=mine_bad:loses_rows", "row"),
         ("data.name=mine_bad:method", "not declared as a factory of a dataset"),
@@ -304,6 +305,12 @@ def test_names_are_never_cut_in_a_narrow_terminal(monkeypatch):
     for kind, known in (("algorithms", algorithms.NAMES.all()), ("partitions", ["log-normal", "natural"])):
         words = invoke("list", kind).stdout.split()
         assert set(known) <= set(words)
+
+
+def test_names_of_figures_and_tables_are_not_cut_either(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    listed = json.loads(invoke("reproduce", "--list", "--json").stdout)
+    assert set(listed) <= set(invoke("reproduce", "--list").stdout.split())
 
 
 def test_a_mark_names_a_kind():

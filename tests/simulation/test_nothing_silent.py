@@ -141,7 +141,8 @@ def test_a_missing_column_is_an_error_with_the_columns_and_the_nearest_one():
             result.evaluations["squared_error"]
         with pytest.raises(KeyError, match="no column 'loss'; did you mean 'train/loss'"):
             result.history["loss"]
-        assert result.evaluations.get("squared_error") is None and "squared_error" not in result.evaluations
+        assert result.evaluations.get("squared_error") is None
+        assert "squared_error" not in result.evaluations
     one, both = run(0.1), jax.vmap(run)(jnp.array([0.01, 0.1]))
     np.testing.assert_allclose(both.evaluations["test_squared_error"][1], one.evaluations["test_squared_error"], 1e-6)
     plain = fb.simulate(fb.fedavg(masked, batch_size=None), jnp.zeros(3), data, rounds=1)

@@ -112,6 +112,8 @@ def write_config(folder: Path, config: Config) -> None:
 
 def read_config(folder: Path, settings: Sequence[str] = ()) -> Config:
     """The configuration of a run folder, changed by settings of keys that may change; a damaged one is refused."""
+    if not folder.exists():
+        raise ConfigError(f"{folder} does not exist: name the folder of a run")
     if not (folder / CONFIG).is_file():
         raise ConfigError(
             f"{folder} is not a run folder: it has no {CONFIG}. If the run was stopped before it wrote this file, "
