@@ -30,6 +30,7 @@ from fedbraid.experiment.runfolder import determining, read_config, read_metrics
 from fedbraid.experiment.summary import RunSummary
 from fedbraid.simulation.checkpoint import CheckpointError
 from fedbraid.transforms import TRANSFORMS, attack
+from told import told
 
 SMALL = ("rounds=40", "cohort=5", "model.hidden=[8]", "data.clients=10", "evaluation.every=10", "checkpoint.every=2")
 
@@ -100,6 +101,12 @@ def test_the_run_folder_is_complete(whole, tmp_path):
 def test_the_same_config_gives_the_same_bytes(env, whole, tmp_path):
     again = fedbraid(env, "run", whole[1] / "config.toml", "--out", tmp_path / "again", "--json")
     assert json.loads(again.stdout)["params_sha256"] == whole[0]["params_sha256"]
+
+
+def test_a_run_without_a_test_split_says_that_nothing_is_evaluated(tmp_path):
+    with told("data 'digits' has no test split, so runs on this data have nothing to evaluate on; hold out"):
+        summary = run_config(load_config(settings=[*SMALL, "rounds=1", "data.test_fraction=0"]), tmp_path / "run")
+    assert not any(name.startswith("test_") for name in summary.final)
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(env, tmp_path):

@@ -41,6 +41,7 @@ __all__ = [
     "continue_with",
     "create",
     "determining",
+    "discard_unused",
     "drop_partial",
     "finished",
     "held",
@@ -103,6 +104,14 @@ def create(folder: Path, config: Config) -> None:
     check_free(folder)
     drop_partial(folder)
     write_config(folder, config)
+
+
+def discard_unused(folder: Path) -> None:
+    """Delete the configuration of a run that ended before its first checkpoint, so that the name can be used again."""
+    here = [path for path in folder.rglob("*") if path.is_file() and path.name != LOCK]
+    if all(path == folder / CONFIG or path.name.startswith(files.PARTIAL) for path in here):
+        for path in here:
+            path.unlink(missing_ok=True)
 
 
 def write_config(folder: Path, config: Config) -> None:
