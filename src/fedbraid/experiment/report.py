@@ -265,7 +265,8 @@ def _comparison_table(summary: Mapping[str, Any]) -> str:
     metric, target = str(summary["metric"]).removeprefix("test_"), summary["target"]
     heads = ["method", f"{metric}, last rounds", "tuned to", "clients a round", "models a client"]
     heads += [f"rounds to {target:g}", f"sent to {target:g}"] if target is not None else []
-    heads += [f"simulated time to {target:g}"] if _has_clock(summary) else []
+    if _has_clock(summary):
+        heads.append("simulated time" if target is None else f"simulated time to {target:g}")
     heads += ["worst tenth of clients", "median client", "worst client", "deviation of clients"]
     heads += ["sent in all", "diverged trials"]
     methods = rows_by_model(summary["methods"])
@@ -292,9 +293,12 @@ def _comparison_table(summary: Mapping[str, Any]) -> str:
 
 
 def _has_clock(summary: Mapping[str, Any]) -> bool:
-    """Whether a comparison with a target ran in simulated time."""
-    timed = any(row.get("simulated_seconds_to_target") is not None for row in summary["methods"])
-    return timed and summary["target"] is not None
+    """Whether a comparison ran in simulated time."""
+    return any(
+        row.get(key) is not None
+        for row in summary["methods"]
+        for key in ("simulated_seconds", "simulated_seconds_to_target")
+    )
 
 
 def _baseline_note(row: Mapping[str, Any]) -> str:
@@ -320,7 +324,8 @@ def _method_cells(row: Mapping[str, Any], summary: Mapping[str, Any]) -> list[An
         never = f"{row.get('reached', 0)} of {len(summary['seeds'])} seeds"
         cells += [never if rounds is None else Cell(f"{rounds:.0f}", rounds), _amount(row.get("bytes_to_target"))]
     if _has_clock(summary):
-        cells.append(_duration(row.get("simulated_seconds_to_target")))
+        key = "simulated_seconds" if summary["target"] is None else "simulated_seconds_to_target"
+        cells.append(_duration(row.get(key)))
     return [*cells, *_of_clients(row), _amount(row.get("bytes")), f"{row['trials_diverged']} of {row['trials']}"]
 
 
