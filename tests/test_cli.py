@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
+import os
+import re
 import subprocess
 import sys
 
@@ -12,7 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 import fedbraid
-from fedbraid.cli.app import COMMANDS, GROUPS, make_app
+from fedbraid.cli.app import COMMANDS, GROUPS, make_app, system_error
 
 
 def test_the_version_is_printed():
@@ -87,6 +90,20 @@ def test_help_explains_arguments():
     assert "TOML file (default" in run
     table = CliRunner().invoke(make_app(), ["data", "import", "csv", "--help"]).stdout
     assert "CSV files with a header" in table
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.EACCES, "runs/mine: .*; choose a place that you may write to"),
+        (errno.EROFS, "; choose a place that you may write to"),
+        (errno.ENOTDIR, "; a part of this path is a file, not a folder"),
+        (errno.ENOSPC, "; free some space and run the command again"),
+        (errno.ENOENT, "runs/mine: No such file or directory$"),
+    ],
+)
+def test_errors_of_the_operating_system_say_what_to_do(number, words):
+    assert re.search(words, system_error(OSError(number, os.strerror(number), "runs/mine")))
 
 
 def test_a_misspelt_command_is_corrected_once():

@@ -226,8 +226,8 @@ def _with_metrics(config: Config, model: Model, data: FederatedData | None) -> M
     """The model with the metrics that the configuration adds, and R2 for every regression."""
     values = model.targets is not None and model.targets.kind == "values"
     names: list[str] = sorted({*config.evaluation.metrics, "r2"} if values else config.evaluation.metrics)
-    known = data is not None and "y" in data.train.arrays
-    centre = float(np.mean(data.train.arrays["y"])) if values and known else 0.0
+    labels = data.train.arrays.get("y") if data is not None else None
+    centre = 0.0 if labels is None or not values else float(np.mean(labels))
     try:
         return with_metrics(model, names, centre=centre)
     except ValueError as error:

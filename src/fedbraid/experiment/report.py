@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,11 +36,18 @@ __all__ = ["write_report"]
 
 
 def write_report(
-    found: Collection, out: Path, *, title: str | None = None, plots: bool = True, refresh: int | None = None
+    found: Collection,
+    out: Path,
+    *,
+    title: str | None = None,
+    plots: bool = True,
+    refresh: int | None = None,
+    tell: Callable[[str], None] = lambda doing: None,
 ) -> dict[str, Any]:
     """Write the page to ``out`` and every plot as PNG and PDF into a folder next to it; returns what was written.
 
     refresh: seconds after which a browser reads the file again, for a page that follows a run.
+    tell: is called with what is done next, for a terminal.
     """
     if out.is_dir():
         raise ConfigError(f"{out} is a folder: name an HTML file, such as {out / 'report.html'}")
@@ -64,7 +71,7 @@ def write_report(
     }
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
     files.write_text(out, page)
-    pictures = _plots(found, out.parent / f"{out.stem}-plots") if plots else []
+    pictures = _plots(found, out.parent / f"{out.stem}-plots", tell) if plots else []
     return {
         "out": str(out),
         "bytes": len(page.encode()),
@@ -397,13 +404,15 @@ def _again(found: Collection) -> str:
     return f"<pre>{html.escape(commands)}</pre>{configs}"
 
 
-def _plots(found: Collection, folder: Path) -> list[Path]:
+def _plots(found: Collection, folder: Path, tell: Callable[[str], None]) -> list[Path]:
     """Every plot of the page as PNG and PDF."""
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
 
     def keep(figure: Any, name: str) -> None:
-        paths.extend(save(figure, folder / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.png", pdf=True))
+        file = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+        tell(f"drawing {file} (--no-plots leaves the pictures out)")
+        paths.extend(save(figure, folder / f"{file}.png", pdf=True))
 
     groups = found.groups
     for name in [column for column in columns_of(found) if not is_client_column(column)]:
