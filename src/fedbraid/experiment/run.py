@@ -46,10 +46,10 @@ def run_config(
     arguments, and the first one writes. While it runs, no other process can write to the folder.
     """
     experiment = build(config)  # errors in the configuration are found before a folder is made
-    if experiment.data.test is None:
-        notice(f"data {config.data.name!r} has {NO_TEST}")
     metric = metric_of(experiment)
     check_sinks(config.track.to)
+    if experiment.data.test is None and hosts.is_first():
+        notice(f"data {config.data.name!r} has {NO_TEST}")
     hosts.same(f"{dump(config)} {experiment.data.train.num_examples}", "configurations or data")
     if not resume:
         hosts.first_alone(lambda: runfolder.check_free(out))
