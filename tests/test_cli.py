@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
+import os
+import re
+import signal
 import subprocess
 import sys
+import threading
+import types
 
 import click
 import pytest
@@ -12,7 +18,8 @@ import typer
 from typer.testing import CliRunner
 
 import fedbraid
-from fedbraid.cli.app import COMMANDS, GROUPS, make_app
+from fedbraid.cli import stopping
+from fedbraid.cli.app import COMMANDS, GROUPS, make_app, system_error
 
 
 def test_the_version_is_printed():
@@ -87,6 +94,39 @@ def test_help_explains_arguments():
     assert "TOML file (default" in run
     table = CliRunner().invoke(make_app(), ["data", "import", "csv", "--help"]).stdout
     assert "CSV files with a header" in table
+
+
+def test_a_stop_that_arrives_while_it_is_sent_again_is_not_lost(monkeypatch):
+    """On a busy machine the timer may be faster than the end of its own start."""
+    sent: list[int] = []
+
+    class Early(threading.Thread):
+        def __init__(self, seconds, function, arguments):
+            super().__init__()
+            sent.append(arguments[0])
+
+        def start(self):
+            if len(sent) == 1:
+                raise stopping.Terminated
+
+    monkeypatch.setattr(stopping.threading, "Timer", Early)
+    hook = stopping._SendAgain(lambda dropped: None)
+    hook(types.SimpleNamespace(exc_value=stopping.Terminated()))
+    assert sent == [signal.SIGTERM, signal.SIGTERM]
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.EACCES, "runs/mine: .*; choose a place that you may write to"),
+        (errno.EROFS, "; choose a place that you may write to"),
+        (errno.ENOTDIR, "; a part of this path is a file, not a folder"),
+        (errno.ENOSPC, "; free some space and run the command again"),
+        (errno.ENOENT, "runs/mine: No such file or directory$"),
+    ],
+)
+def test_errors_of_the_operating_system_say_what_to_do(number, words):
+    assert re.search(words, system_error(OSError(number, os.strerror(number), "runs/mine")))
 
 
 def test_a_misspelt_command_is_corrected_once():

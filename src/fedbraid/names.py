@@ -29,7 +29,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, Unpack, get_args, get_origin, get_type_hints
 
-__all__ = ["Found", "Names", "factory", "is_reference", "options_of", "resolve", "unknown"]
+__all__ = ["Found", "Names", "factory", "is_reference", "nearest", "options_of", "resolve", "unknown"]
 
 KINDS = ("algorithm", "transform", "model", "dataset", "partition")
 OWN = "fedbraid"  # the source of the library's own parts
@@ -71,6 +71,16 @@ def unknown(what: str, given: str, allowed: Iterable[str]) -> str:
     near = difflib.get_close_matches(given, allowed, n=1, cutoff=0.5)
     guess = f"; did you mean {near[0]!r}?" if near else ""
     return f"{what} {given!r} does not exist{guess} (there are: {', '.join(allowed)})"
+
+
+def nearest(given: str, allowed: Iterable[str]) -> str:
+    """A suggestion inside an error message: the nearest of the allowed names; empty if none is near.
+
+    >>> nearest("alfa", ["alpha", "clients"]), nearest("colour", ["alpha", "clients"])
+    (" (did you mean 'alpha'?)", '')
+    """
+    near = difflib.get_close_matches(given, list(allowed), n=1, cutoff=0.65)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 def options_of(function: Callable, skip: Sequence[str] = ()) -> dict[str, Any]:
@@ -246,9 +256,7 @@ def check_options(what: str, function: Callable, options: Mapping[str, Any], *, 
     hints = _hints(function)
     for name, value in options.items():
         if not _fits(value, hints.get(name, Any)):
-            kind = getattr(hints[name], "__name__", None) if isinstance(hints[name], type) else None
-            expected = (kind or str(hints[name])).replace("typing.", "")
-            raise ValueError(f"option {name} of {what} must be {expected}, got {value!r}")
+            raise ValueError(f"option {name} of {what} must be {_in_words(hints[name])}, got {value!r}")
 
 
 def _hints(function: Callable) -> dict[str, Any]:
@@ -261,6 +269,26 @@ def _hints(function: Callable) -> dict[str, Any]:
     except Exception:  # annotations of others may name what does not exist at run time
         return {}
     return hints
+
+
+_WORDS: Mapping[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text in quotes"}
+
+
+def _in_words(hint: Any) -> str:
+    """An annotation as words for people who do not know Python.
+
+    >>> _in_words(int | None), _in_words(Literal["sum", "mean"] | float)
+    ('a whole number', "'sum' or 'mean' or a number")
+    """
+    origin, inside = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(_in_words(one) for one in inside if one is not type(None))
+    if origin is Literal:
+        return " or ".join(map(repr, inside))
+    if origin in (Sequence, tuple, list):
+        item = _WORDS.get(inside[0]) if inside else None
+        return f"a list, each {item}" if item else "a list"
+    return _WORDS.get(hint) or (hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", ""))
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -333,7 +361,8 @@ def resolve(reference: str, folder: Path | None = None, *, what: str = "") -> An
         raise ValueError(f"cannot import the module {module!r} of {what}: {why}{looked}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise ValueError(f"{what}: {getattr(found, '__name__', found)} has no {part!r}")
+            near = nearest(part, (name for name in dir(found) if not name.startswith("_")))
+            raise ValueError(f"{what}: {getattr(found, '__name__', found)} has no {part!r}{near}")
         found = getattr(found, part)
     return found
 

@@ -216,10 +216,23 @@ def test_missing_files_say_what_to_do():
             with pytest.raises(ValueError, match="needs path") as error:
                 load(name)
             assert entry.get in str(error.value)
-    with pytest.raises(ValueError, match="unknown data set 'digit'; did you mean 'digits'"):
+    with pytest.raises(ValueError, match=r"unknown data set 'digit' \(did you mean 'digits'"):
         load("digit")
     with pytest.raises(ValueError, match="unknown data set 'imagenet'"):
         load("imagenet")
+    with pytest.raises(ValueError, match=r"unknown data set 'stores/mine'; there is no such folder in .*data import"):
+        load("stores/mine")
+
+
+@pytest.mark.parametrize("options", [{}, {"client": "school"}, {"partition": "iid", "clients": 2}])
+def test_a_table_as_the_name_of_data_is_refused_with_the_command_that_imports_it(tmp_path, options):
+    place = tmp_path / "school.csv"
+    place.write_text("school,age\na,1\nb,2\n")
+    with pytest.raises(ValueError, match=r"is a table.*`fedbraid data import csv .*--out stores/school`.*name = "):
+        load(str(place), **options)
+
+
+def test_files_that_do_not_exist_are_refused():
     with pytest.raises(ValueError, match="no such file"):
         load("femnist", path="/nowhere")
 

@@ -106,15 +106,21 @@ def test_missing_values_need_a_rule():
     ):
         from_table(columns, **CHOSEN)
     options = {**CHOSEN, "test_fraction": 0.3}
-    data = from_table(columns, **options, missing="mean")
+    with told("of 60 rows, column 'age' lacks 3, filled with the mean of the training rows"):
+        data = from_table(columns, **options, missing="mean")
     assert data.train.num_examples + data.test.num_examples == 60
-    zero = from_table(columns, **options, missing=0)
+    with told("column 'age' lacks 3, filled with 0"):
+        zero = from_table(columns, **options, missing=0)
     assert sorted(np.concatenate([zero.train.arrays["x"][:, 0], zero.test.arrays["x"][:, 0]]))[:3] == [0, 0, 0]
     known = np.concatenate([[v for v in zero.train.arrays["x"][:, 0] if v]])
     filled = data.train.arrays["x"][:, 0][zero.train.arrays["x"][:, 0] == 0]
     assert np.allclose(filled, known.mean(), rtol=1e-5)
     with told("3 of 60 rows lack a value and were dropped"):
         assert sum(s.num_examples for s in from_table(columns, **options, missing="drop").splits.values()) == 57
+    absent = {**columns, "gender": np.where(np.arange(60) < 2, None, columns["gender"])}
+    with told("column 'gender' lacks 2, its 0/1 columns are all 0 there"):
+        whole = from_table(absent, **CHOSEN, missing="mean")
+    assert sum((split.arrays["x"][:, 2:].sum(1) == 0).sum() for split in whole.splits.values()) == 2
     columns["passed"] = np.where(np.arange(60) == 5, None, columns["passed"])
     with pytest.raises(ValueError, match=r"column 'passed' lacks 1 of 60 values.*\"drop\"$"):
         from_table(columns, **options, missing="mean")
@@ -131,6 +137,8 @@ def test_missing_values_need_a_rule():
         ({"age": np.r_[np.inf, np.ones(59)]}, CHOSEN, r"column 'age': 1 values are infinite, first in row 0"),
         ({"age": np.r_[1e300, np.ones(59)]}, CHOSEN, r"column 'age': 1 values are not finite in float32"),
         ({}, {**CHOSEN, "client": "who"}, "no column 'who'; it has school, age"),
+        ({}, {**CHOSEN, "client": "shcool"}, r"no column 'shcool' \(did you mean 'school'\?\); it has"),
+        ({}, {**CHOSEN, "features": ["age", "age"]}, "column 'age' is named twice in features"),
         ({}, {**CHOSEN, "task": "values"}, r"column 'passed': holds .*needs one number per row"),
         ({}, {**CHOSEN, "missing": "guess"}, "missing must be"),
         ({}, {**CHOSEN, "standardise": "all"}, "standardise must be"),

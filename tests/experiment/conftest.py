@@ -26,6 +26,8 @@ def page(folders, tmp_path_factory):
     out = tmp_path_factory.mktemp("page") / "report.html"
     with pytest.MonkeyPatch.context() as patch:
         figures = record(patch)
-        written = write_report(collect(folders), out, title="A </script> & <b>title")
+        told: list[str] = []
+        written = write_report(collect(folders), out, title="A </script> & <b>title", tell=told.append)
+        written["told"] = told
     PLOTTED[:] = figures
     return out, written

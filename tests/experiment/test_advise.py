@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import fedbraid as fb
-from drawn import check_figure, record
+from drawn import check_figure, legend, record
 from fedbraid import algorithms
 from fedbraid.cli.app import make_app
 from fedbraid.experiment import ConfigError, build, load_config
@@ -521,6 +521,21 @@ def test_the_picture_shows_every_method_and_rate(folder, monkeypatch):
     assert left.get_ylabel() == "validation_loss"
     assert right.get_xscale() == "log"
     assert "advised: fedavg" in figures[-1].get_suptitle()
+    assert legend(right) == ["fedavg", "advised"]  # no entry without a mark: nothing diverged
+
+
+def test_a_method_without_a_client_rate_is_a_line_in_the_picture(folder, monkeypatch):
+    figures = record(monkeypatch)
+    run_advice(
+        config(folder), AdviceSettings(methods=("fedavg", "fedauto_ahead"), budget="300"), folder / "picture-of-two"
+    )
+    right = figures[-1].axes[1]
+    labels = legend(right)
+    assert {"fedavg", "fedauto_ahead\n(has no client rate)"} <= set(labels)
+    colour = right.get_legend().legend_handles[labels.index("fedauto_ahead\n(has no client rate)")].get_color()
+    flat = [line for line in right.get_lines() if len(line.get_xdata()) == 2 and line.get_color() == colour]
+    assert len(flat) == 1
+    assert flat[0].get_ydata()[0] == flat[0].get_ydata()[1] >= 1
 
 
 def test_more_local_work_is_tried_and_counted(folder):

@@ -86,6 +86,14 @@ def test_the_history_is_a_frame(shared, monkeypatch):
     np.testing.assert_array_equal(run.frame["test_loss"], run.history["test_loss"])
 
 
+def test_a_missing_column_of_a_loaded_run_names_the_nearest_one(shared):
+    run = fb.load_run(shared[2])
+    with pytest.raises(KeyError, match="no column 'accuracy'; did you mean 'test_accuracy'"):
+        run.evaluations["accuracy"]
+    with pytest.raises(KeyError, match="did you mean 'train/loss'"):
+        run.history["train/los"]
+
+
 def test_parameters_are_exported_under_the_names_of_the_tree(shared, tmp_path):
     run = fb.load_run(shared[2])
     want = {f"{i}.{name}": np.asarray(a) for i, layer in enumerate(run.params) for name, a in layer.items()}

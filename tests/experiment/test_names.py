@@ -15,6 +15,7 @@ from fedbraid.cli.app import make_app
 from fedbraid.experiment import ConfigError, build, load_config
 from fedbraid.experiment.assembly import from_elsewhere
 from fedbraid.experiment.config import Config
+from fedbraid.experiment.run import run_config
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fedexp.py"
 SMALL = """
@@ -149,6 +150,7 @@ bound = 2.0
         ("algorithm.name=fedbraid.transforms:clip", "it is a transform, not an algorithm"),
         ("transforms=[{name='mine_bad:method'}]", "has no parameter 'alg'"),
         ("algorithm.name=mine_bad:absent", "mine_bad has no 'absent'"),
+        ("algorithm.name=mine_bad:methd", "mine_bad has no 'methd' (did you mean 'method'?"),
         ("algorithm.name=no_such:thing", "cannot import the module 'no_such'"),
         ("data.partition=mine_bad:loses_rows", "row"),
         ("data.name=mine_bad:method", "not declared as a factory of a dataset"),
@@ -161,6 +163,67 @@ def test_what_is_not_a_factory_of_the_kind_is_not_called(tmp_path, setting, mess
         build(load_config(place, [setting]))
     assert "\n" not in str(caught.value)
     assert "mine_bad" not in sys.modules or not sys.modules["mine_bad"].CALLED
+
+
+BROKEN = """
+import jax.numpy as jnp
+import fedbraid as fb
+
+@fb.factory("algorithm")
+def misspelt(loss, client_lr=0.1):
+    alg = fb.fedavg(loss, client_lr=client_lr)
+    one = alg.exchanges[0]
+    return alg._replace(exchanges=(one._replace(receive=lambda server, up, key: up.nothing),))
+
+
+@fb.factory("algorithm")
+def branches(loss, client_lr=0.1):
+    alg = fb.fedavg(loss, client_lr=client_lr)
+    one = alg.exchanges[0]
+
+    def receive(server, aggregate, key):
+        if aggregate.count > 1:
+            return server
+        return server
+
+    return alg._replace(exchanges=(one._replace(receive=receive),))
+
+
+@fb.factory("model")
+def unloved(example_shapes, num_classes):
+    return fb.models.from_functions(lambda key: jnp.zeros(3), lambda params, batch, key: batch["z"].sum())
+
+
+@fb.factory("model")
+def unborn(example_shapes, num_classes):
+    return fb.models.from_functions(lambda key: jnp.zeros(3) @ jnp.zeros(4), lambda params, batch, key: params.sum())
+"""
+
+
+@pytest.mark.usefixtures("forget")
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (
+            "algorithm.name=mine_broken:misspelt",
+            r"receive failed at mine_broken.py, line \d+, in <lambda>: Attr",
+        ),
+        ("algorithm.name=mine_broken:branches", r"line \d+, in receive: .*Python's if, .* use jnp.where"),
+        (
+            "model.name=mine_broken:unloved",
+            r"the metrics failed at mine_broken.py, line \d+.*KeyError: 'z'",
+        ),
+        ("model.name=mine_broken:unborn", r"mine_broken:unborn': its init failed at mine_broken.py, line \d+, in"),
+    ],
+)
+def test_an_error_in_code_of_ones_own_names_its_line_and_the_folder_can_be_used_again(tmp_path, setting, message):
+    place = config(tmp_path, SMALL.replace("NAME", "fedavg"), mine_broken=BROKEN)
+    out = tmp_path / "run"
+    for _ in range(2):  # the second time, too: nothing is left in the folder
+        with pytest.raises(ValueError, match=message) as caught:
+            run_config(load_config(place, [setting]), out)
+        assert "\n" not in str(caught.value)
+    assert not out.exists() or not list(out.iterdir())
 
 
 @pytest.mark.usefixtures("forget")
@@ -304,6 +367,12 @@ def test_names_are_never_cut_in_a_narrow_terminal(monkeypatch):
     for kind, known in (("algorithms", algorithms.NAMES.all()), ("partitions", ["log-normal", "natural"])):
         words = invoke("list", kind).stdout.split()
         assert set(known) <= set(words)
+
+
+def test_names_of_figures_and_tables_are_not_cut_either(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    listed = json.loads(invoke("reproduce", "--list", "--json").stdout)
+    assert set(listed) <= set(invoke("reproduce", "--list").stdout.split())
 
 
 def test_a_mark_names_a_kind():

@@ -161,6 +161,7 @@ def test_every_plot_is_there_as_png_and_pdf(page):
     wanted = {f"{m}-{a}" for m in ("test-accuracy", "test-loss", "train-loss") for a in ("rounds", "bytes", "seconds")}
     wanted |= {"clients-test-accuracy", "tuning-fedavg-sweep"}
     assert names == {f"{name}.{kind}" for name in wanted for kind in ("png", "pdf")}
+    assert [line.split()[1] for line in written["told"]] == [Path(path).stem for path in written["plots"][::2]]
     for path in map(Path, written["plots"]):
         assert path.parent == out.parent / "report-plots"
         assert path.read_bytes().startswith(b"\x89PNG" if path.suffix == ".png" else b"%PDF")

@@ -30,6 +30,7 @@ from fedbraid.experiment.runfolder import determining, read_config, read_metrics
 from fedbraid.experiment.summary import RunSummary
 from fedbraid.simulation.checkpoint import CheckpointError
 from fedbraid.transforms import TRANSFORMS, attack
+from told import told
 
 SMALL = ("rounds=40", "cohort=5", "model.hidden=[8]", "data.clients=10", "evaluation.every=10", "checkpoint.every=2")
 
@@ -100,6 +101,12 @@ def test_the_run_folder_is_complete(whole, tmp_path):
 def test_the_same_config_gives_the_same_bytes(env, whole, tmp_path):
     again = fedbraid(env, "run", whole[1] / "config.toml", "--out", tmp_path / "again", "--json")
     assert json.loads(again.stdout)["params_sha256"] == whole[0]["params_sha256"]
+
+
+def test_a_run_without_a_test_split_says_that_nothing_is_evaluated(tmp_path):
+    with told("data 'digits' has no test split, so runs on this data have nothing to evaluate on; hold out"):
+        summary = run_config(load_config(settings=[*SMALL, "rounds=1", "data.test_fraction=0"]), tmp_path / "run")
+    assert not any(name.startswith("test_") for name in summary.final)
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(env, tmp_path):
@@ -248,6 +255,14 @@ def test_how_a_run_is_computed_may_change(three):
         (["cohort=0"], ["cohort = 0: must be greater than or equal to 1 or 'all'"]),
         (["evaluation.metrics=acc"], ['evaluation.metrics = "acc": must be a list in brackets']),
         (["algorithm.nam=fedavg"], ["'nam' does not exist; did you mean 'name'"]),
+        (["algorithm=fedavg"], ['algorithm = "fedavg": must be a section with a name', "--set algorithm.name=fedavg"]),
+        (["data=digits"], ["--set data.name=digits"]),
+        (["transforms=['clip']"], ['must be a table with a name, such as {name = "clip"}']),
+        (["transforms.0.name=clip"], ['must be a list of tables, such as [{name = "clip"']),
+        (["data.alfa=1"], ["partition 'dirichlet' has no option 'alfa' (did you mean 'alpha'?)"]),
+        (["model.hiden=[3]"], ["did you mean 'hidden'"]),
+        (["algorithm.epochs=1.5"], ["option epochs of algorithm 'fedauto_ahead' must be a whole number, got 1.5"]),
+        (["algorithm.shuffle=3"], ["must be true or false, got 3"]),
         (["rounds.x=3", "rounds=3", "rounds.y=1"], ["'rounds'"]),
     ],
 )

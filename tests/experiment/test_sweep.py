@@ -54,6 +54,7 @@ def test_words_lists_and_ranges_are_values_too():
     ("written", "words"),
     [
         ("logspace(-4,0)", ["k", "3 finite numbers"]),
+        ("logspace(-4,0,9", ["'logspace(-4,0,9' has no closing bracket", "logspace(-4,0,9) (powers of ten)"]),
         ("logspace(-4,x,3)", ["an argument that is not a number"]),
         ("logspace(-4,0,2.5)", ["whole number"]),
         ("lograin(1,2,3)", ["lograin", "logspace"]),

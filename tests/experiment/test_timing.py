@@ -8,7 +8,7 @@ from fedbraid.experiment.collect import collect
 from fedbraid.experiment.compare import run_comparison
 from fedbraid.experiment.comparison import load_comparison
 from fedbraid.experiment.points import points_program
-from fedbraid.experiment.report import write_report
+from fedbraid.experiment.report import _comparison_table, write_report
 from fedbraid.experiment.run import run_config
 from fedbraid.experiment.runfolder import read_metrics, read_summary
 from fedbraid.simulation import simulate
@@ -79,6 +79,9 @@ def test_methods_of_a_comparison_have_their_own_asynchrony(tmp_path):
     write_report(collect([tmp_path / "out"]), tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert "simulated time to 0.2" in page
+    whole = _comparison_table(summary | {"target": None})
+    assert ">simulated time<" in whole
+    assert format_seconds(summary["methods"][0]["simulated_seconds"]) in whole
     assert "Federated Learning with Buffered Asynchronous Aggregation. AISTATS 2022." in page
     assert list(tmp_path.rglob("test-accuracy-simulated.png"))
 

@@ -233,7 +233,7 @@ def test_check_loads_a_sites_data_as_its_node_would(app, tmp_path):
         (f'data="{good}" test-data="{bad}"', "load_test: field 'x'"),
         ('partition-id=0 test-loader="flower.small:nothing"', "has no 'nothing'"),
         ("partition-id=3", "clients are numbered 0 to 2"),
-        ("", "partition-id=None"),
+        ("client=1", r"says neither data=\"FILE.npz\" nor loader=.* set partition-id, from 0 to 2"),
         ("partition-id=one", "cannot be read"),
     ):
         with pytest.raises(ValueError, match=word):

@@ -91,6 +91,14 @@ def test_the_number_of_classes_of_a_users_network_is_its_number_of_outputs():
         check_targets(model, data_of([0, 1, 2, 3]))
 
 
+def test_data_without_labels_is_refused_before_training():
+    unlabelled = fb.FederatedData(fb.Split.from_clients([{"x": np.ones((4, 2), np.float32)}] * 2))
+    with pytest.raises(ValueError, match=r"predicts the field 'y', and the data has none \(it has x\).*--label"):
+        check_targets(least_squares(2), unlabelled)
+    with pytest.raises(ConfigError, match="predicts the field 'y'"):
+        assemble(load_config(settings=["model.name=least_squares", "cohort=2"]), unlabelled)
+
+
 def test_class_labels_in_a_regression_are_told():
     with told("whole numbers 0 to 9.*if they are classes"):
         check_targets(least_squares(2), data_of(np.arange(10)))

@@ -119,3 +119,32 @@ def test_use_cores_after_jax_has_started_is_said():
     there = jax.local_device_count()
     with told(rf"use_cores\({there + 4}\) has no effect: jax has already started with {there} devices"):
         assert fb.use_cores(there + 4) == there
+
+
+# --- columns of a result ---------------------------------------------------------------------------------------------
+
+
+def test_a_missing_column_is_an_error_with_the_columns_and_the_nearest_one():
+    def metrics(params, batch):
+        return {"squared_error": (errors(params, batch), batch["mask"])}
+
+    data = fb.FederatedData(clients(4, 4), clients(2, 2), name="two")
+
+    def run(rate):
+        algorithm = fb.fedavg(masked, client_lr=rate, batch_size=None)
+        return fb.simulate(algorithm, jnp.zeros(3), data, rounds=2, metrics=metrics)
+
+    for result in (run(0.1), jax.vmap(run)(jnp.array([0.01, 0.1]))):
+        with pytest.raises(
+            KeyError, match=r"no column 'squared_error'; did you mean 'test_squared_error'\?.*: round, "
+        ):
+            result.evaluations["squared_error"]
+        with pytest.raises(KeyError, match="no column 'loss'; did you mean 'train/loss'"):
+            result.history["loss"]
+        assert result.evaluations.get("squared_error") is None
+        assert "squared_error" not in result.evaluations
+    one, both = run(0.1), jax.vmap(run)(jnp.array([0.01, 0.1]))
+    np.testing.assert_allclose(both.evaluations["test_squared_error"][1], one.evaluations["test_squared_error"], 1e-6)
+    plain = fb.simulate(fb.fedavg(masked, batch_size=None), jnp.zeros(3), data, rounds=1)
+    with pytest.raises(KeyError, match="there are no columns: the run was not evaluated"):
+        plain.evaluations["test_loss"]

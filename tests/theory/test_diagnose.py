@@ -175,7 +175,11 @@ TINY = ["data.clients=5", "model.hidden=[4]", "cohort=2", "rounds=3"]
 
 def test_a_small_run_from_end_to_end(tmp_path):
     config = load_config(settings=[*TINY, "algorithm.name=fedavg"])
-    found = diagnose(config, rounds=2, points=2, clients=3, probe_steps=(1, 4))
+    said: list[str] = []
+    found = diagnose(config, rounds=2, points=2, clients=3, probe_steps=(1, 4), tell=said.append)
+    constants = [f"estimating the constants after round {done}" for done in (0, 2)]
+    probes = ["trying one round with 1 local step", "trying one round with 4 local steps"]
+    assert said == ["training for 2 rounds", *constants, *probes]
     assert found.rounds == (0, 2)
     assert found.points[0].loss.value == pytest.approx(math.log(10), rel=0.2)  # ten classes, nothing learnt
     assert [p.steps for p in found.probes] == [1, 4]

@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from typer.testing import CliRunner
 
+from drawn import check_figure
 from fedbraid.cli.app import make_app
+from fedbraid.theory.figures import rates_figure
 from fedbraid.theory.published_rates import compare_rates, published_rate
 from fedbraid.theory.worst_case import METHODS, worst_case
 
@@ -182,3 +185,15 @@ def test_the_command_prints_exact_and_published():
     assert row["exact"] == pytest.approx(0.7 / 1.3, abs=1e-6)  # |1 - 3 mu| / (1 + 3 mu)
     assert row["published"] == pytest.approx(row["exact"], abs=1e-6)
     assert "FedSplit, Theorem 1" in CliRunner().invoke(make_app(), called).stdout
+
+
+def test_legends_of_the_picture_hide_no_curve():
+    figure = rates_figure(mu=MU, smoothness=L, points=3)
+    check_figure(figure)
+    FigureCanvasAgg(figure).draw()  # places the legends
+    for axis in figure.axes:
+        shown = axis.get_legend().get_window_extent()
+        assert shown.y0 >= axis.get_window_extent().y1 - 1, axis.get_title()  # above the panel
+        assert axis.title.get_window_extent().y0 >= shown.y1 - 1, axis.get_title()  # and below its title
+        assert shown.x1 <= figure.bbox.x1, axis.get_title()
+    assert [tick.get_text() for tick in figure.axes[0].get_yticklabels()] == ["0.5", "1", "2", "5"]

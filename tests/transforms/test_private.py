@@ -116,7 +116,7 @@ def test_cost_counts_what_is_sent():
         sent = getattr(plain.exchanges[0], way) - getattr(private.exchanges[0], way)
         assert sent == 2 * 7 * 11 * 4  # of the model and of the control variate
     tf.quantize(alg)  # other transforms go outside
-    with pytest.raises(ValueError, match="put private inside"):
+    with pytest.raises(ValueError, match=r"put private inside.* elastic, .* do not work with private in either order"):
         tf.private(tf.quantize(fb.scaffold(_odd_loss)), "head")
     with pytest.raises(ValueError, match="dp outside"):
         tf.private(tf.dp(fb.fedavg(_odd_loss), noise=1.0), "head")
@@ -125,13 +125,16 @@ def test_cost_counts_what_is_sent():
 @pytest.mark.parametrize("make", [lambda alg: tf.private(alg, "head"), lambda _: fb.fedper(_odd_loss, head="head")])
 def test_transforms_that_need_every_leaf_are_refused(make):
     alg = make(fb.fedavg(_odd_loss))
+    feedback = "set error_feedback = false, or leave one of the two out"
     for name, transform in {
         "elastic": lambda alg: tf.elastic(alg, lambda params, batch: batch["x"] @ params["w"]),
         "hypergradient": tf.hypergradient,
         "top_k with error feedback": tf.top_k,
         "qsgd with error feedback": lambda alg: tf.qsgd(alg, error_feedback=True),
     }.items():
-        with pytest.raises(StructureError, match=f"^{name} over private leaves: .* sends only the shared ones"):
+        instead = feedback if "feedback" in name else "leave one of the two out"
+        words = f"^{name} over private leaves: .* only the shared ones, because the transform private, .*: {instead}$"
+        with pytest.raises(StructureError, match=words):
             transform(alg)
     check_structure(tf.top_k(alg, error_feedback=False), _odd_start(), data_shapes(clients()))
 

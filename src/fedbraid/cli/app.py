@@ -148,14 +148,22 @@ def _quiet_when_stopped() -> Iterator[None]:
 def system_error(error: OSError) -> str:
     """An error of the operating system as one line: the path, the reason, and what to do about a full disk.
 
-    >>> system_error(FileNotFoundError(errno.ENOENT, "No such file or directory", "runs/mine"))
-    'runs/mine: No such file or directory'
+    >>> system_error(PermissionError(errno.EACCES, "Permission denied", "runs/mine"))
+    'runs/mine: Permission denied; choose a place that you may write to (--out)'
     """
     if error.strerror is None:
         return " ".join(str(error).split()) or type(error).__name__
     paths = [str(path) for path in (error.filename, error.filename2) if path is not None]
-    full = "; free some space and run the command again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-    return f"{' -> '.join(paths)}{': ' if paths else ''}{error.strerror}{full}"
+    return f"{' -> '.join(paths)}{': ' if paths else ''}{error.strerror}{_NEXT.get(error.errno or 0, '')}"
+
+
+_NEXT = {
+    errno.ENOSPC: "; free some space and run the command again",
+    errno.EDQUOT: "; free some space and run the command again",
+    errno.EACCES: "; choose a place that you may write to (--out)",
+    errno.EROFS: "; choose a place that you may write to (--out)",
+    errno.ENOTDIR: "; a part of this path is a file, not a folder: choose another place (--out)",
+}
 
 
 def _print_error(text: str) -> None:

@@ -207,7 +207,8 @@ def _member(member: Any) -> dict[str, Any]:
 
 
 def _members(members: list[Any]) -> Table:
-    table = Table("process", "pid", "port", "state", "log", box=None)
+    table = Table("process", "pid", "port", "state", box=None)
+    table.add_column("log", overflow="fold")
     for m in members:
         table.add_row(m.name, str(m.pid), str(m.port), "running" if m.alive else "[red]ended[/]", m.log)
     return table

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from fedbraid.cli.finite_json import print_json
+from fedbraid.cli.notes import as_notes
 
 if TYPE_CHECKING:
     from fedbraid.experiment.diagnosis import Diagnosis
@@ -42,13 +44,16 @@ def command(
 
     loaded = load_config(config, settings or [])
     use_cores(loaded.engine.devices)
-    found = diagnose(
-        loaded,
-        rounds=rounds,
-        points=points,
-        clients=clients,
-        probe_steps=(1, 2, 4, 8, 16, 32) if probe else (),
-    )
+    console = Console(stderr=True, highlight=False)
+    with as_notes(console), console.status("loading the data and building the model") as status:
+        found = diagnose(
+            loaded,
+            rounds=rounds,
+            points=points,
+            clients=clients,
+            probe_steps=(1, 2, 4, 8, 16, 32) if probe else (),
+            tell=status.update,
+        )
     result: dict[str, Any] = found.as_dict()
     if out is not None:
         from fedbraid.theory.figures import save
@@ -56,7 +61,8 @@ def command(
         result["picture"] = str(save(diagnosis_figure(found), out))
     if verify:
         metric, target = goal_of(loaded, metric, target)
-        counted = run_both(loaded, found.changes, target=target, seeds=verify, metric=metric)
+        with as_notes(console), console.status(f"training {verify} times as configured and as advised"):
+            counted = run_both(loaded, found.changes, target=target, seeds=verify, metric=metric)
         result["verify"] = {"metric": metric, "target": target, **counted}
     if json:
         return print_json(result)

@@ -34,8 +34,9 @@ def command(
     place = out if out is not None else folders[0] / "report.html"
     if live:
         _follow(folders, place, title, open_=open_)
-    found = collect(folders, drift=drift)
-    written = write_report(found, place, title=title, plots=plots)
+    with Console(stderr=True, highlight=False).status("reading the folders") as status:
+        found = collect(folders, drift=drift)
+        written = write_report(found, place, title=title, plots=plots, tell=status.update)
     if to:
         from fedbraid.experiment.track import send
 

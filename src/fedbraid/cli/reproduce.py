@@ -72,7 +72,8 @@ def _list(json: bool) -> None:
         print(json_.dumps(about))
         return
     table = Table(box=None, pad_edge=False)
-    for head in ("name", "what", "data for --full", "--full takes"):
+    table.add_column("name", no_wrap=True, overflow="ignore", min_width=max(map(len, entries())))
+    for head in ("what", "data for --full", "--full takes"):
         table.add_column(head)
     for name, entry in entries().items():
         table.add_row(name, entry.title, ", ".join(entry.needs), entry.duration)

@@ -52,11 +52,17 @@ class _SendAgain:
             self.others(dropped)
             return
         if not self.waiting:  # one stop, however often it is dropped
-            self.waiting = True
-            number = signal.SIGTERM if isinstance(dropped.exc_value, Terminated) else signal.SIGINT
-            timer = threading.Timer(AGAIN, self._send, (number,))
-            timer.daemon = True
+            self._send_later(dropped.exc_value)
+
+    def _send_later(self, stop: KeyboardInterrupt) -> None:
+        self.waiting = True
+        number = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
+        timer = threading.Timer(AGAIN, self._send, (number,))
+        timer.daemon = True
+        try:
             timer.start()
+        except KeyboardInterrupt as again:  # on a busy machine the stop may arrive here, and Python would drop it, too
+            self._send_later(again)
 
     def _send(self, number: int) -> None:
         self.waiting = False

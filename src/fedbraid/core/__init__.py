@@ -29,6 +29,7 @@ from fedbraid.core.contract import (
     replay,
     same,
 )
+from fedbraid.core.place import failure, place_of
 from fedbraid.core.structure import MessageShapes, StructureError, check_structure, message_shapes
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "check_count",
     "check_number",
     "check_structure",
+    "failure",
     "finite",
     "is_traced",
     "is_zero",
@@ -57,6 +59,7 @@ __all__ = [
     "message_shapes",
     "noised",
     "numbers_drawn",
+    "place_of",
     "receive_noised",
     "reduce_reports",
     "replay",

@@ -25,6 +25,7 @@ from fedbraid.core.contract import (
     receive_noised,
     reduce_reports,
 )
+from fedbraid.core.place import failure
 
 __all__ = [
     "MessageShapes",
@@ -70,7 +71,7 @@ def _shapes(where: str, function: Callable, *args: Any) -> Any:
     except StructureError:
         raise
     except Exception as error:
-        raise StructureError(f"{where} failed on the shapes it is given: {error}") from error
+        raise StructureError(failure(where, error)) from error
 
 
 def _check_keeps(where: str, exchange: Exchange, report: Report) -> None:

@@ -12,7 +12,6 @@ Every set takes these options, and those of its partition:
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -30,7 +29,7 @@ from fedbraid.data.plain import from_arrays, partition_options
 from fedbraid.data.preprocess import Pipeline
 from fedbraid.data.store import TextRows, gather
 from fedbraid.data.synthetic import SYNTHETIC
-from fedbraid.names import Found, Names, check_options, is_reference, options_of
+from fedbraid.names import Found, Names, check_options, is_reference, nearest, options_of
 
 __all__ = ["CATALOG", "NAMES", "Entry", "load", "repartition"]
 
@@ -59,11 +58,10 @@ def load(name: str, **options: Any) -> FederatedData:
     if name not in CATALOG and Path(name).exists():
         entry = Entry(_from_path, {"path": name}, "a store")
     elif name not in (known := NAMES.all()) and not is_reference(name):
-        near = difflib.get_close_matches(name, known, n=1)
-        guess = f"did you mean {near[0]!r}? " if near else ""
+        absent = f"; there is no such folder in {Path.cwd()}" if "/" in name else nearest(name, known)
         raise ValueError(
-            f"unknown data set {name!r}; {guess}A name is the folder of a store, module:function, or one of: "
-            f"{', '.join(known)}"
+            f"unknown data set {name!r}{absent}. Write the folder of a store (`fedbraid data import` makes one), "
+            f"module:function, or one of: {', '.join(known)}"
         )
     else:
         found = NAMES.find(name)
@@ -141,11 +139,25 @@ def _with_defaults(defaults: Mapping[str, Any], options: Mapping[str, Any]) -> d
 def _from_path(defaults: Mapping[str, Any], *, name: str | None = None, **options: Any) -> FederatedData:
     """A store or raw files. Natural clients stay unless ``partition`` is given; plain sets get the default one."""
     path = options.pop("path", None) or defaults["path"]
+    _refuse_table(Path(path))
     source = open_source(path, import_options={"name": name})
     defaults = {k: v for k, v in defaults.items() if k != "path"}
     if not source.info.get("plain") and options.get("partition") is None:
         return repartition(source, **options)
     return repartition(source, **_with_defaults(defaults, options))
+
+
+def _refuse_table(path: Path) -> None:
+    """Refuse a table as the name of data: a configuration does not say which of its columns are client and label."""
+    kind = {".csv": "csv", ".tsv": "csv", ".gz": "csv", ".parquet": "parquet", ".arrow": "parquet"}.get(path.suffix)
+    if not path.is_file() or kind is None or (path.suffix == ".gz" and not path.stem.endswith((".csv", ".tsv"))):
+        return
+    store = f"stores/{path.name.partition('.')[0]}"
+    raise ValueError(
+        f"{path} is a table. Import it once, and say which column names the client of a row and which is the label: "
+        f"`fedbraid data import {kind} {path} --client COLUMN --label COLUMN --out {store}`. "
+        f'Then write name = "{store}"'
+    )
 
 
 def _loaded_by(found: Found) -> Callable[..., FederatedData]:
@@ -238,7 +250,8 @@ def _synthetic(function: Callable[..., FederatedData]) -> Callable[..., Federate
 
     def call(_: Mapping[str, Any], **options: Any) -> FederatedData:
         if extra := sorted(set(options) - set(known)):
-            raise ValueError(f"{function.__name__} has no option {extra[0]!r}; it takes {', '.join(known)}")
+            near = nearest(extra[0], known)
+            raise ValueError(f"{function.__name__} has no option {extra[0]!r}{near}; it takes {', '.join(known)}")
         return function(**options)
 
     return call

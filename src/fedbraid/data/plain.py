@@ -17,7 +17,7 @@ from fedbraid.data.importing import NO_TEST
 from fedbraid.data.names import check_client
 from fedbraid.data.preprocess import scaling_of
 from fedbraid.data.tabular import Columns, as_arrow, tabulate
-from fedbraid.names import options_of
+from fedbraid.names import nearest, options_of
 from fedbraid.notices import notice
 
 __all__ = ["from_arrays", "from_clients", "from_dataset", "from_table", "partition_options", "partition_rows"]
@@ -324,7 +324,8 @@ def partition_rows(
     function = found.thing
     keywords = partition_options(partition)
     if extra := sorted(set(options) - set(keywords)):
-        raise ValueError(f"partition {partition!r} has no option {extra[0]!r}; it takes {', '.join(keywords)}")
+        near = nearest(extra[0], keywords)
+        raise ValueError(f"partition {partition!r} has no option {extra[0]!r}{near}; it takes {', '.join(keywords)}")
     if missing := [k for k, default in keywords.items() if default is inspect.Parameter.empty and k not in options]:
         raise ValueError(f"partition {partition!r} needs the option {missing[0]!r}")
     if partition in ("iid", "log-normal"):

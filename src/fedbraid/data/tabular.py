@@ -19,6 +19,7 @@ from fedbraid.data.formats.arrays import array_column
 from fedbraid.data.formats.columns import as_labels, need, twice_in
 from fedbraid.data.names import check_client
 from fedbraid.data.preprocess import scaling_of
+from fedbraid.names import nearest
 from fedbraid.notices import notice
 
 __all__ = ["ANY", "Columns", "as_arrow", "is_text", "tabulate"]
@@ -193,7 +194,10 @@ def _features(table: Any, columns: Columns, source: object) -> list[str]:
     have = table.column_names
     for name in (columns.client, columns.label, *columns.features, *columns.categories):
         if name is not None and name not in have:
-            raise ValueError(f"{source}: no column {name!r}; it has {', '.join(have)}")
+            raise ValueError(f"{source}: no column {name!r}{nearest(name, have)}; it has {', '.join(have)}")
+    for option, given in (("features", columns.features), ("categories", columns.categories)):
+        if twice := twice_in(given):
+            raise ValueError(f"{source}: column {twice[0]!r} is named twice in {option}; name it once")
     rest = [n for n in have if n not in (columns.client, columns.label)]
     names = (
         [*columns.features, *(c for c in columns.categories if c not in columns.features)] if columns.features else rest
@@ -313,6 +317,8 @@ def _dropped(gaps: Mapping[str, np.ndarray], columns: Columns, rows: int, source
                 f"{int(np.argmax(missing))} (counted from 0, without the header); fill them, or set missing (on the "
                 f"command line --missing) to {rule}"
             )
+    if columns.missing not in ("error", "drop"):
+        _tell_filled({name: int(missing.sum()) for name, missing in gaps.items()}, columns, rows, source)
     if out.all():
         raise ValueError(f"{source}: no rows are left")
     if out.any():
@@ -393,6 +399,19 @@ def _split(parts: list[tuple[Fields, np.ndarray]], columns: Columns, seed: int) 
     if others := [name for name in test_names if name not in set(names)]:
         out["unseen"] = Split.from_assignment(test, [place[name] for name in others], others)
     return out
+
+
+def _tell_filled(gaps: Mapping[str, int], columns: Columns, rows: int, source: object) -> None:
+    """Say which columns lack values, how many, and what stands in their place."""
+    value = "the mean of the training rows" if columns.missing == "mean" else f"{float(columns.missing):g}"
+    said = [
+        f"column {name!r} lacks {count:,}, "
+        + ("its 0/1 columns are all 0 there" if name in columns.categories else f"filled with {value}")
+        for name, count in gaps.items()
+        if count
+    ]
+    if said:
+        notice(f"{source}: of {rows:,} rows, {'; '.join(said)}")
 
 
 def _with_x(split: Split, x: np.ndarray) -> Split:

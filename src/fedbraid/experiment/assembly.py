@@ -20,7 +20,7 @@ import numpy as np
 
 from fedbraid import address, algorithms, models, transforms
 from fedbraid.algorithms.schedules import over_rounds, schedule
-from fedbraid.core import Algorithm, is_traced
+from fedbraid.core import Algorithm, failure, is_traced, place_of
 from fedbraid.data import catalog, partition
 from fedbraid.data.byzantine import mark
 from fedbraid.data.catalog import load as load_data
@@ -89,7 +89,12 @@ class Experiment:
     @functools.cached_property
     def shapes(self) -> PyTree:
         """Shapes and dtypes of the parameters, without computing them."""
-        return jax.eval_shape(self.model.init, address.init_key(self.config.seed))
+        try:
+            return jax.eval_shape(self.model.init, address.init_key(self.config.seed))
+        except Exception as error:
+            if not place_of(error):  # not in the user's code
+                raise
+            raise ConfigError(f"model.name = {self.config.model.name!r}: {failure('its init', error)}") from error
 
     @functools.cached_property
     def digest(self) -> str:
@@ -231,7 +236,8 @@ def _with_metrics(config: Config, model: Model, data: FederatedData | None) -> M
     """The model with the metrics that the configuration adds, and R2 for every regression."""
     values = model.targets is not None and model.targets.kind == "values"
     names: list[str] = sorted({*config.evaluation.metrics, "r2"} if values else config.evaluation.metrics)
-    centre = float(np.mean(data.train.arrays["y"])) if values and data is not None else 0.0
+    labels = data.train.arrays.get("y") if data is not None else None
+    centre = 0.0 if labels is None or not values else float(np.mean(labels))
     try:
         return with_metrics(model, names, centre=centre)
     except ValueError as error:

@@ -365,6 +365,9 @@ _ALLOWED = {
     "string_type": "text in quotes",
     "tuple_type": 'a list in brackets, such as ["a", "b"]',
     "list_type": 'a list in brackets, such as ["a", "b"]',
+    "model_type": "a section or a table",
+    "model_attributes_type": "a section or a table",
+    "dataclass_type": "a section or a table",
 }
 
 
@@ -383,8 +386,22 @@ def _sentence(errors: Sequence[Mapping[str, Any]], model: type[BaseModel], secti
     given = _short(json.dumps(error["input"], default=str))
     if error["type"] == "value_error":  # raised by our own check: its message is complete
         return f"{key} = {given}: {error['msg'].removeprefix('Value error, ')}"
+    if hint := _table_hint(location, error["input"]):
+        return f"{key} = {given}: {hint}"
     allowed = [_allowed(one) for one in errors]
     return f"{key} = {given}: {' or '.join([allowed[0], *(one.removeprefix('must be ') for one in allowed[1:])])}"
+
+
+def _table_hint(location: Sequence[Any], given: Any) -> str:
+    """What to write instead of a bare name for a part, or of something else than a list of transforms."""
+    name = given if isinstance(given, str) else "NAME"
+    if location == ["transforms"]:
+        return 'must be a list of tables, such as [{name = "clip", bound = 1.0}]'
+    if len(location) == 2 and location[0] == "transforms" and not isinstance(given, Mapping):
+        return f'must be a table with a name, such as {{name = "{name}"}}'
+    if location in (["data"], ["model"], ["algorithm"]) and not isinstance(given, Mapping):
+        return f'must be a section with a name: {location[0]}.name = "{name}" (or --set {location[0]}.name={name})'
+    return ""
 
 
 def dump(config: Config) -> str:

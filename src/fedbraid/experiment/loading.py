@@ -24,6 +24,7 @@ from fedbraid.lowering import captured
 from fedbraid.models import Model
 from fedbraid.models import build as build_model
 from fedbraid.simulation import checkpoint
+from fedbraid.simulation.columns import RunColumns
 from fedbraid.version import __version__
 
 __all__ = ["Run", "load_run"]
@@ -58,9 +59,9 @@ class Run:
         prefixes = ("test_", "server_", "adapted_")
         scores = {name: column for name, column in self.history.items() if name.startswith(prefixes)}
         if not scores:
-            return {}
+            return RunColumns()
         seen = np.any([np.isfinite(column) for column in scores.values()], axis=0)
-        return {"round": self.history["round"][seen]} | {name: column[seen] for name, column in scores.items()}
+        return RunColumns({name: column[seen] for name, column in ({"round": self.history["round"]} | scores).items()})
 
     @property
     def frame(self) -> Any:
@@ -223,7 +224,7 @@ def load_run(folder: str | Path) -> Run:
     config = runfolder.read_config(folder)
     if (folder / runfolder.SUMMARY).is_file():
         summary, table = runfolder.read_summary(folder), runfolder.read_metrics(folder)
-        return Run(folder, config, table, runfolder.read_clients(folder), summary)
+        return Run(folder, config, RunColumns(table), RunColumns(runfolder.read_clients(folder)), summary)
     saved = folder / runfolder.CHECKPOINTS
     place = next(checkpoint.good_ones(saved), None)
     if place is None:
@@ -234,7 +235,7 @@ def load_run(folder: str | Path) -> Run:
     rounds, tree = checkpoint.load(place)
     if "log" not in tree:
         raise ConfigError(f"{folder} is of a deployed run that is not finished: load it when it has ended")
-    return Run(folder, config, runfolder.columns(tree["log"], tree["evaluations"] or {}, rounds))
+    return Run(folder, config, RunColumns(runfolder.columns(tree["log"], tree["evaluations"] or {}, rounds)))
 
 
 def _params_of_checkpoint(folder: Path, experiment: Experiment) -> PyTree:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,11 +36,18 @@ __all__ = ["write_report"]
 
 
 def write_report(
-    found: Collection, out: Path, *, title: str | None = None, plots: bool = True, refresh: int | None = None
+    found: Collection,
+    out: Path,
+    *,
+    title: str | None = None,
+    plots: bool = True,
+    refresh: int | None = None,
+    tell: Callable[[str], None] = lambda doing: None,
 ) -> dict[str, Any]:
     """Write the page to ``out`` and every plot as PNG and PDF into a folder next to it; returns what was written.
 
     refresh: seconds after which a browser reads the file again, for a page that follows a run.
+    tell: is called with what is done next, for a terminal.
     """
     if out.is_dir():
         raise ConfigError(f"{out} is a folder: name an HTML file, such as {out / 'report.html'}")
@@ -64,7 +71,7 @@ def write_report(
     }
     page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
     files.write_text(out, page)
-    pictures = _plots(found, out.parent / f"{out.stem}-plots") if plots else []
+    pictures = _plots(found, out.parent / f"{out.stem}-plots", tell) if plots else []
     return {
         "out": str(out),
         "bytes": len(page.encode()),
@@ -265,7 +272,8 @@ def _comparison_table(summary: Mapping[str, Any]) -> str:
     metric, target = str(summary["metric"]).removeprefix("test_"), summary["target"]
     heads = ["method", f"{metric}, last rounds", "tuned to", "clients a round", "models a client"]
     heads += [f"rounds to {target:g}", f"sent to {target:g}"] if target is not None else []
-    heads += [f"simulated time to {target:g}"] if _has_clock(summary) else []
+    if _has_clock(summary):
+        heads.append("simulated time" if target is None else f"simulated time to {target:g}")
     heads += ["worst tenth of clients", "median client", "worst client", "deviation of clients"]
     heads += ["sent in all", "diverged trials"]
     methods = rows_by_model(summary["methods"])
@@ -292,9 +300,12 @@ def _comparison_table(summary: Mapping[str, Any]) -> str:
 
 
 def _has_clock(summary: Mapping[str, Any]) -> bool:
-    """Whether a comparison with a target ran in simulated time."""
-    timed = any(row.get("simulated_seconds_to_target") is not None for row in summary["methods"])
-    return timed and summary["target"] is not None
+    """Whether a comparison ran in simulated time."""
+    return any(
+        row.get(key) is not None
+        for row in summary["methods"]
+        for key in ("simulated_seconds", "simulated_seconds_to_target")
+    )
 
 
 def _baseline_note(row: Mapping[str, Any]) -> str:
@@ -320,7 +331,8 @@ def _method_cells(row: Mapping[str, Any], summary: Mapping[str, Any]) -> list[An
         never = f"{row.get('reached', 0)} of {len(summary['seeds'])} seeds"
         cells += [never if rounds is None else Cell(f"{rounds:.0f}", rounds), _amount(row.get("bytes_to_target"))]
     if _has_clock(summary):
-        cells.append(_duration(row.get("simulated_seconds_to_target")))
+        key = "simulated_seconds" if summary["target"] is None else "simulated_seconds_to_target"
+        cells.append(_duration(row.get(key)))
     return [*cells, *_of_clients(row), _amount(row.get("bytes")), f"{row['trials_diverged']} of {row['trials']}"]
 
 
@@ -392,13 +404,15 @@ def _again(found: Collection) -> str:
     return f"<pre>{html.escape(commands)}</pre>{configs}"
 
 
-def _plots(found: Collection, folder: Path) -> list[Path]:
+def _plots(found: Collection, folder: Path, tell: Callable[[str], None]) -> list[Path]:
     """Every plot of the page as PNG and PDF."""
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
 
     def keep(figure: Any, name: str) -> None:
-        paths.extend(save(figure, folder / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.png", pdf=True))
+        file = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+        tell(f"drawing {file} (--no-plots leaves the pictures out)")
+        paths.extend(save(figure, folder / f"{file}.png", pdf=True))
 
     groups = found.groups
     for name in [column for column in columns_of(found) if not is_client_column(column)]:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from fedbraid.data.importing import NO_TEST
 from fedbraid.experiment import live, runfolder
 from fedbraid.experiment.assembly import Experiment, build
 from fedbraid.experiment.config import Config, dump
@@ -20,6 +21,7 @@ from fedbraid.experiment.params import PARAMS, params_sha256, write_params
 from fedbraid.experiment.summary import RunSummary, summarize_run
 from fedbraid.experiment.track import check_sinks, tracking
 from fedbraid.metric import Metric, personal_column
+from fedbraid.notices import notice
 from fedbraid.simulation import Checkpoints, Progress, Result, hosts, simulate
 from fedbraid.simulation.evaluate import evaluator
 from fedbraid.simulation.personal import PersonalEvaluator, has_own_models, personal_evaluator, read_states
@@ -46,13 +48,20 @@ def run_config(
     experiment = build(config)  # errors in the configuration are found before a folder is made
     metric = metric_of(experiment)
     check_sinks(config.track.to)
+    if experiment.data.test is None and hosts.is_first():
+        notice(f"data {config.data.name!r} has {NO_TEST}")
     hosts.same(f"{dump(config)} {experiment.data.train.num_examples}", "configurations or data")
     if not resume:
         hosts.first_alone(lambda: runfolder.check_free(out))
     with runfolder.held(out):
         prepare = runfolder.continue_with if resume else runfolder.create
         hosts.first_alone(lambda: prepare(out, config))
-        return _run(experiment, metric, out, resume, on_built, on_progress)
+        try:
+            return _run(experiment, metric, out, resume, on_built, on_progress)
+        except ValueError:  # a mistake in the input that was found late, such as an error in an algorithm of one's own
+            if not resume and hosts.is_first():
+                runfolder.discard_unused(out)
+            raise
 
 
 def _run(

@@ -41,6 +41,7 @@ __all__ = [
     "continue_with",
     "create",
     "determining",
+    "discard_unused",
     "drop_partial",
     "finished",
     "held",
@@ -105,6 +106,14 @@ def create(folder: Path, config: Config) -> None:
     write_config(folder, config)
 
 
+def discard_unused(folder: Path) -> None:
+    """Delete the configuration of a run that ended before its first checkpoint, so that the name can be used again."""
+    here = [path for path in folder.rglob("*") if path.is_file() and path.name != LOCK]
+    if all(path == folder / CONFIG or path.name.startswith(files.PARTIAL) for path in here):
+        for path in here:
+            path.unlink(missing_ok=True)
+
+
 def write_config(folder: Path, config: Config) -> None:
     """Write the configuration of a run, with a checksum."""
     files.write_text(folder / CONFIG, seal_lines(dump(config)))
@@ -112,6 +121,8 @@ def write_config(folder: Path, config: Config) -> None:
 
 def read_config(folder: Path, settings: Sequence[str] = ()) -> Config:
     """The configuration of a run folder, changed by settings of keys that may change; a damaged one is refused."""
+    if not folder.exists():
+        raise ConfigError(f"{folder} does not exist: name the folder of a run")
     if not (folder / CONFIG).is_file():
         raise ConfigError(
             f"{folder} is not a run folder: it has no {CONFIG}. If the run was stopped before it wrote this file, "

@@ -88,6 +88,8 @@ def over(key: str, given: Any) -> Choice | Range:
         values = (given,)
     elif form := re.fullmatch(r"\s*(\w+)\s*\((.*)\)\s*", given):
         return _form(key, given, form[1], form[2])
+    elif given.strip().startswith(tuple(f"{name}(" for name in _FORMS)):
+        raise ValueError(f"{key}: {given!r} has no closing bracket; {_HELP}")
     else:
         values = _listed(given)
     if not values:

@@ -17,6 +17,7 @@ import numpy as np
 from fedbraid.experiment.config import ConfigError
 from fedbraid.experiment.runfolder import about_of, read_table, write_table
 from fedbraid.metric import PERSONAL, Better, Metric, metric_of_column
+from fedbraid.names import nearest
 from fedbraid.notices import notice
 from fedbraid.simulation.points import PointsResult
 
@@ -122,7 +123,9 @@ def pick_metric(
     else:
         found = next((name for name in (wanted, prefix + wanted) if name in pooled or name in logged), None)
     if found is None:
-        raise ConfigError(f"metric {wanted!r} is not measured; there are: {', '.join(sorted([*pooled, *logged]))}")
+        there = sorted([*pooled, *logged])
+        near = nearest(str(wanted), there)
+        raise ConfigError(f"metric {wanted!r} is not measured{near}; there are: {', '.join(there)}")
     if better is not None:
         return Metric(found, better)
     try:

@@ -104,6 +104,11 @@ class Federation:
         return data.test.client(number) if data.test is not None and data.aligned else None
 
     def _number(self, client: Any) -> int:
+        if client is None:
+            raise ValueError(
+                'the node\'s config says neither data="FILE.npz" nor loader="module:function"; to rehearse with the '
+                f"experiment's own data set partition-id, from 0 to {self.population - 1}"
+            )
         if type(client) is not int or not 0 <= client < self.population:
             raise ValueError(
                 f"the node's config says partition-id={client!r}; clients are numbered 0 to {self.population - 1}"

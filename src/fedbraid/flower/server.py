@@ -26,6 +26,7 @@ from fedbraid.flower.secure.messages import check_sums
 from fedbraid.flower.site import Round, Site
 from fedbraid.notices import notice
 from fedbraid.simulation import checkpoint
+from fedbraid.simulation.columns import RunColumns
 from fedbraid.simulation.loop import RoundLoop, Schedule
 
 __all__ = ["Served", "serve", "server_app"]
@@ -166,4 +167,4 @@ def serve(
 def _columns(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     names = list(dict.fromkeys(name for row in rows for name in row))
     absent = {name: 0.0 if name.startswith(f"{wire.EVALUATE}/") else np.nan for name in names}  # not every round tests
-    return {name: np.array([row.get(name, absent[name]) for row in rows]) for name in names}
+    return RunColumns({name: np.array([row.get(name, absent[name]) for row in rows]) for name in names})

@@ -16,7 +16,7 @@ from fedbraid.models.perceptron import mlp
 from fedbraid.models.pretrained import llama, smollm2
 from fedbraid.models.resnet import resnet18_gn
 from fedbraid.models.transformer import encoder, gpt
-from fedbraid.names import Names, resolve
+from fedbraid.names import Names, nearest, resolve
 
 __all__ = ["MODELS", "NAMES", "build", "resolve"]
 
@@ -112,7 +112,8 @@ def build(name: str, example_shapes: Shapes, num_classes: int | None = None, **o
     allowed = list(inspect.signature(factory).parameters)
     for option in options:
         if option not in allowed:
-            raise ValueError(f"model {name!r} has no option {option!r}; it takes {', '.join(allowed)}")
+            near = nearest(option, allowed)
+            raise ValueError(f"model {name!r} has no option {option!r}{near}; it takes {', '.join(allowed)}")
     if "x" not in example_shapes:
         raise ValueError(f"model {name!r} reads the field 'x', the data has {sorted(example_shapes)}; rename its input")
     sizes = {}

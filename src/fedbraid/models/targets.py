@@ -44,8 +44,16 @@ def check_targets(model: Any, data: Any) -> None:
 use softmax_regression or another model with several classes
     """
     targets = model.targets
-    if targets is None or "y" not in data.train.arrays:
+    if targets is None:
         return
+    if "y" not in data.train.arrays:
+        if targets.kind == "tokens":  # a model of language may learn from x alone
+            return
+        have = ", ".join(sorted(data.train.arrays))
+        raise ValueError(
+            f"this model predicts the field 'y', and the data has none (it has {have}): name the label when you import "
+            "the data (--label), or as the argument label of from_table"
+        )
     if targets.count is None and targets.kind in ("classes", "tokens"):
         targets = Targets(targets.kind, _outputs(model, data))
     for name, split in data.splits.items():

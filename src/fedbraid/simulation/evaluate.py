@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedbraid.core import StructureError, failure, place_of
 from fedbraid.data.federated import Split
 from fedbraid.local import MASK
 from fedbraid.lowering import captured
@@ -94,7 +95,13 @@ def metrics_of(metrics: Callable, params: Any, split: Split) -> tuple[Metric, ..
     batch = {name: jax.ShapeDtypeStruct((PROBE, *a.shape[1:]), canonical(a.dtype)) for name, a in split.arrays.items()}
     batch[MASK] = jax.ShapeDtypeStruct((PROBE,), jnp.result_type(float))
     declared = declared_by(metrics)
-    found = jax.eval_shape(partial(_of_batch, metrics, split.preprocess), params, batch)
+    try:
+        found = jax.eval_shape(partial(_of_batch, metrics, split.preprocess), params, batch)
+    except Exception as error:
+        if not place_of(error):  # not in the user's code
+            raise
+        shapes = ", ".join(f"{name} {one.dtype}{list(one.shape)}" for name, one in batch.items())
+        raise StructureError(f"{failure('the loss or the metrics', error)} (batch as stored: {shapes})") from error
     _check_sums(found, declared)
     names = shown_values(dict.fromkeys(found), [m for m in declared if m.of is None])
     computed = [metric.name for metric in declared if metric.of is not None]

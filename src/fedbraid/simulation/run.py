@@ -23,6 +23,7 @@ from fedbraid.simulation.arrival import Arrival, everyone
 from fedbraid.simulation.asynchrony import Asynchrony, no_past
 from fedbraid.simulation.bar import progress_bar
 from fedbraid.simulation.clock import Clock
+from fedbraid.simulation.columns import RunColumns
 from fedbraid.simulation.evaluate import evaluator, metrics_of
 from fedbraid.simulation.feed import Feed
 from fedbraid.simulation.history import History
@@ -296,4 +297,5 @@ def _result(driver: CompiledRounds, alg: Algorithm, placement: Placement, traffi
     )
     server = hosts.local(driver.server)
     states = driver.host_states if driver.host_states is not None else hosts.local(driver.states)
-    return Result(alg.params(server), server, states, history.rounds(), history.evaluated(), info)
+    columns = RunColumns(history.rounds()), RunColumns(history.evaluated())
+    return Result(alg.params(server), server, states, *columns, info)

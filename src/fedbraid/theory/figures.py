@@ -312,6 +312,7 @@ def rates_figure(*, mu: float = 0.1, smoothness: float = 1.0, clients: int = 2, 
         axis.plot(grid, [row.published for row in rows], color=COLOURS[1], ls=DASHES[1], label=rows[0].theorem)
         _label_rates(axis, title, "prox step s" if method != "fedavg" else "client step size", label)
     axes[0].set(xscale="linear", yscale="log")
+    _plain_ticks(axes[0])
     grid = np.geomspace(0.05 / L, 6.0 / L, 2 * points)
     for i, (method, steps) in enumerate([("mime", 1), ("mime", 2), ("mime", 3)]):
         values = [
@@ -329,9 +330,21 @@ def rates_figure(*, mu: float = 0.1, smoothness: float = 1.0, clients: int = 2, 
 
 
 def _label_rates(axis: Axes, title: str, x: str, y: str) -> None:
+    """Labels, and a legend of two rows between the title and the panel, where it hides no curve."""
     axis.set_xscale("log")
-    axis.set_title(title, fontsize=10)
+    axis.set_title(title, fontsize=10, pad=32)
     axis.set_xlabel(x)
     axis.set_ylabel(y)
-    axis.legend(fontsize=8)
+    count = len(axis.get_legend_handles_labels()[0])
+    place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
+    axis.legend(fontsize=8, frameon=False, ncols=math.ceil(count / 2), labelspacing=0.3, **place)
     axis.grid(alpha=0.3)
+
+
+def _plain_ticks(axis: Axes) -> None:
+    """Label a logarithmic y axis with 0.5, 1, 2 and so on instead of powers of ten and their multiples."""
+    low, high = axis.get_ylim()
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [unit * 10.0**k for k in decades for unit in (1, 2, 5) if low <= unit * 10.0**k <= high]
+    axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.minorticks_off()

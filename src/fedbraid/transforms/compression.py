@@ -190,7 +190,9 @@ def _compress(
             refuse_whole(exchange, name)
         if not error_feedback:
             return recode(exchange, whole, decode)
-        refuse_partial(exchange, f"{name} with error feedback", instead="; error_feedback=False works")
+        refuse_partial(
+            exchange, f"{name} with error feedback", instead="set error_feedback = false, or leave one of the two out"
+        )
         return _feed_back(exchange, whole, decode, name)
 
     if not error_feedback:

@@ -206,7 +206,8 @@ def keep_private(alg: Algorithm, choose: Callable[[PyTree], PyTree]) -> Algorith
         if exchange.reducer.decode is not same:
             raise ValueError(
                 "private over a transform that changes uploads: the transform would see the private leaves; put "
-                "private inside, next to the algorithm"
+                "private inside, next to the algorithm (first in the list of a configuration). elastic, and transforms "
+                "with error feedback such as top_k, do not work with private in either order"
             )
         if i and exchange.cohort == "fresh":
             raise ValueError(

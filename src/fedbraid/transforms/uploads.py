@@ -186,12 +186,13 @@ def refuse_whole(exchange: Exchange, what: str) -> None:
         )
 
 
-def refuse_partial(exchange: Exchange, what: str, *, instead: str = "") -> None:
+def refuse_partial(exchange: Exchange, what: str, *, instead: str = "leave one of the two out") -> None:
     """Refuse uploads without private leaves, if the transform needs every leaf of the model."""
     if exchange.partial:
         raise StructureError(
-            f"{what} over private leaves: {what} needs all leaves of the model, but exchange {exchange.name!r} sends "
-            f"only the shared ones; leave {what} out, or use an algorithm that sends the whole model{instead}"
+            f"{what} over private leaves: it needs all leaves of the model, but exchange {exchange.name!r} sends only "
+            "the shared ones, because the transform private, or a method with private leaves such as fedper, keeps the "
+            f"others on the clients. These two cannot be combined: {instead}"
         )
 
 

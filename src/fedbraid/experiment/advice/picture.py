@@ -75,26 +75,59 @@ def _limits(values: np.ndarray, start: float) -> tuple[float, float]:
 
 
 def _rates(axis: Any, race: Race, found: Found, looks: Mapping[str, Any]) -> None:
-    """For each horizon a setting has run to, only the longest is drawn; larger dots ran longer."""
-    axis.set(xlabel="client rate", ylabel="rounds, as a multiple of the best", title="every setting that was tried")
+    """For each horizon a setting has run to, only the longest is drawn; larger dots ran longer.
+
+    A method without a client rate is a horizontal line. Dots of different methods at one rate are shifted sideways, so
+    that they do not hide each other.
+    """
+    axis.set(
+        xlabel="client rate (methods are shifted a little)",
+        ylabel="rounds, as a multiple of the best",
+        title="every setting that was tried",
+    )
     tidy(axis)
     drawn: set[Setting] = set()
+    shift = {name: 10 ** (0.03 * (i - (len(looks) - 1) / 2)) for i, name in enumerate(looks)}
+    lines: set[str] = set()
+    dots: set[str] = set()
+    diverged = False
     for size, horizon in zip((70, 40, 24, 12), reversed(race.horizons), strict=False):
-        at = [one for one in found.tried if one not in drawn and one.rates and race.rows_of(one, horizon)]
         field = [one for one in found.tried if race.rows_of(one, horizon)]
         ranking = race.ranking(field, horizon)
-        for one in at:
+        for one in field:
+            if one in drawn:
+                continue
             drawn.add(one)
             alive = ranking is not None and one in ranking.regret
             best = 0.0 if ranking is None else ranking.regret[ranking.order[0]]
             times = math.exp(ranking.regret[one] - best) if alive and ranking is not None else math.inf
-            marker = "o" if alive else "x"
+            look = looks[one.method]
+            if not one.rates:
+                lines.add(one.method)
+                width = 2.5 if one == found.best else 1.2
+                axis.axhline(min(times, HIGHEST), color=look["color"], ls="--" if alive else ":", lw=width, zorder=1)
+                continue
+            dots |= {one.method} if alive else set()
+            diverged = diverged or not alive
             edge = {"edgecolors": "black", "linewidths": 1.5} if one == found.best else {}
-            colour = looks[one.method]["color"]
-            axis.scatter(one.rates[0][1], min(times, HIGHEST), s=size, marker=marker, color=colour, **edge)
+            place = one.rates[0][1] * shift[one.method], min(times, HIGHEST)
+            axis.scatter(*place, s=size, marker="o" if alive else "x", color=look["color"], **edge)
+    _explain(axis, race, found, looks, lines, dots, diverged)
+
+
+def _explain(
+    axis: Any, race: Race, found: Found, looks: Mapping[str, Any], lines: set[str], dots: set[str], diverged: bool
+) -> None:
+    """The axes and the legend of the client rates: only what is drawn has an entry."""
     for name, look in looks.items():
-        axis.scatter([], [], color=look["color"], label=name)
-    axis.scatter([], [], color=GREY, marker="x", label="diverged")
+        if name in dots:
+            axis.scatter([], [], color=look["color"], label=name)
+        if name in lines:
+            axis.plot([], [], color=look["color"], ls="--", label=f"{name}\n(has no client rate)")
+    if found.best is not None and found.best.rates:
+        axis.scatter([], [], s=70, facecolors="none", edgecolors="black", linewidths=1.5, label="advised")
+    if diverged:
+        axis.scatter([], [], color=GREY, marker="x", label="diverged")
     axis.set(xscale="log", yscale="log", ylim=(0.93, HIGHEST * 1.1))
     axis.set_yticks([1, 1.5, 2, 3, 5, HIGHEST], ["1", "1.5", "2", "3", "5", f"{HIGHEST:g} or more"])
     axis.minorticks_off()

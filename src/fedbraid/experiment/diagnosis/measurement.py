@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,11 +82,13 @@ def diagnose(
     clients: int | None = None,
     probe_steps: Sequence[int] = (1, 2, 4, 8, 16, 32),
     seed: int | None = None,
+    tell: Callable[[str], None] = lambda doing: None,
 ) -> Diagnosis:
     """Run ``config`` for a few rounds, estimate the constants at ``points`` rounds of it, try single rounds, advise.
 
     clients: sampled for the constants; default 50, or 10 for models of more than 20,000 parameters.
     probe_steps: numbers of local steps to try for one round each; an empty sequence tries none.
+    tell: is called with what is done next, for a terminal.
 
     >>> from fedbraid.experiment.config import load_config
     >>> tiny = load_config(settings=["data.clients=4", "model.hidden=[4]", "cohort=2", "algorithm.name=fedavg"])
@@ -107,7 +109,9 @@ def diagnose(
         clients = 50 if sum(leaf.size for leaf in jax.tree.leaves(made.params)) <= 20_000 else 10
     at = sorted({round(i * rounds / max(points - 1, 1)) for i in range(points)}) if points > 1 else [rounds]
     found, params = [], made.params
-    for params in _trained(config, made, at, settings.cohort):
+    tell(f"training for {at[-1]} rounds")
+    for done, params in zip(at, _trained(config, made, at, settings.cohort), strict=True):
+        tell(f"estimating the constants after round {done}")
         found.append(
             estimate(
                 loss,
@@ -123,7 +127,7 @@ def diagnose(
     curvature = found[-1].L_client_mean.value
     if probe_steps and settings.client_lr is not None and curvature > 0:
         rate = round_down(1.0 / (curvature + settings.alpha))
-        probes = _probe(made, params, settings, rate, probe_steps, weighting)
+        probes = _probe(made, params, settings, rate, probe_steps, weighting, tell)
     advice = advise(found, settings, probes)
     return Diagnosis(settings, tuple(at), tuple(found), probes, advice, _changes(config, advice))
 
@@ -222,7 +226,13 @@ def evaluation_loss(made: Experiment) -> Any:
 
 
 def _probe(
-    made: Experiment, params: Any, settings: Settings, client_lr: float, steps: Sequence[int], weighting: Any
+    made: Experiment,
+    params: Any,
+    settings: Settings,
+    client_lr: float,
+    steps: Sequence[int],
+    weighting: Any,
+    tell: Callable[[str], None],
 ) -> tuple[Probe, ...]:
     """One round of FedAvg from ``params`` with each number of local steps; mean and standard error over cohorts."""
     split = made.data.train
@@ -234,6 +244,7 @@ def _probe(
 
     before, found = mean_loss(params), []
     for K in steps:
+        tell(f"trying one round with {K} local step{'s' if K != 1 else ''}")
         local = {"steps": K, "batch_size": settings.batch_size, "weighting": weighting}
         method = algorithms.fedavg(made.loss, client_lr=client_lr, **local)
         fell: dict[float, list[float]] = {s: [] for s in SERVER_STEPS}
