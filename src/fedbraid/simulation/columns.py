@@ -11,7 +11,7 @@ __all__ = ["RunColumns"]
 
 
 class RunColumns(dict[str, Any]):
-    """RunColumns by name. A name that does not exist is a KeyError with the existing names and the nearest one.
+    """Columns by name. A name that does not exist is a KeyError with the existing names and the nearest one.
 
     >>> RunColumns(round=[1, 2], test_accuracy=[0.5, 0.6])["accuracy"]
     Traceback (most recent call last):
