@@ -45,13 +45,24 @@ class Clients(Protocol):
     """
 
     @property
-    def arrays(self) -> Mapping[str, Any]: ...
+    def arrays(self) -> Mapping[str, Any]:
+        """The examples of all clients, by field."""
+        ...
+
     @property
-    def offsets(self) -> Any: ...
+    def offsets(self) -> Any:
+        """The first row of every client, and the number of rows."""
+        ...
+
     @property
-    def sizes(self) -> Any: ...
+    def sizes(self) -> Any:
+        """The number of examples of every client."""
+        ...
+
     @property
-    def preprocess(self) -> Callable | None: ...
+    def preprocess(self) -> Callable | None:
+        """``(batch, key, train) -> batch``, applied where batches are taken, or None."""
+        ...
 
 
 @partial(

@@ -50,6 +50,7 @@ class Fold(NamedTuple):
 
 
 def _only(results: tuple, down: PyTree, state: PyTree, key: Any) -> Report:
+    """The report of work with one fold: the fold's result."""
     del down, state, key
     return results[0]
 
