@@ -251,7 +251,7 @@ def test_hostile_configurations(tmp_path, tally, monkeypatch):
         ("cohort=true", "cohort = true: true and false are not allowed here"),
         ("engine.chunk=true", "engine.chunk = true: true and false are not allowed here"),
         ("arrival.drop=false", "arrival.drop = false: true and false are not allowed here"),
-        ("algorithm.shuffle='no'", "option shuffle of algorithm 'fedauto_ahead' must be bool, got 'no'"),
+        ("algorithm.shuffle='no'", "option shuffle of algorithm 'fedauto_ahead' must be true or false, got 'no'"),
         ("algorithm={name='fedavg', client_lr=true}", "client_lr must be a finite number"),
         ("algorithm={name='fedavg', client_lr='1'}", "client_lr must be a finite number"),
         ("transforms=[{name='median', exchanges='train'}]", "option exchanges of transform 'median' must be"),

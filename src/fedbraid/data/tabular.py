@@ -130,8 +130,8 @@ def tabulate(
     """Federated data from a pyarrow table, and optionally one of test rows.
 
     >>> import pyarrow as pa
-    >>> rows = pa.table({"who": [1, 2, 1], "age": [1.0, 2.0, None], "kind": ["x", "y", "y"], "y": ["n", "y", "n"]})
-    >>> data = tabulate(rows, columns=Columns(client="who", label="y", categories=("kind",), missing="mean"))
+    >>> rows = pa.table({"who": [1, 2, 1], "age": [1.0, 2.0, 1.5], "kind": ["x", "y", "y"], "y": ["n", "y", "n"]})
+    >>> data = tabulate(rows, columns=Columns(client="who", label="y", categories=("kind",)))
     >>> data.train.arrays["x"].tolist(), data.info["features"], data.info["labels"]
     ([[1.0, 1.0, 0.0], [1.5, 0.0, 1.0], [2.0, 0.0, 1.0]], ['age', 'kind=x', 'kind=y'], ['n', 'y'])
     """
