@@ -9,7 +9,7 @@ from fedbraid import address, simulate
 from fedbraid.data.federated import FederatedData, Split
 from fedbraid.experiment import build
 from fedbraid.experiment.points import brief_init, points_program, traceable, with_values
-from fedbraid.lowering.brief import BRIEF, ONCE, compiler_options
+from fedbraid.lowering.compiler import BRIEF, ONCE, brief_options
 from fedbraid.simulation import Checkpoints
 from fedbraid.simulation.feed import Feed
 from told import told
@@ -209,7 +209,7 @@ def test_rates_inside_tables_are_traced_and_counts_are_not():
 def test_programs_that_compile_fast_give_the_same_numbers(several):
     config, data, points, _, outcome = several
     program = points_program(config, data, [RATE], points=5, seeds=[3], test=data.test, brief=True)
-    assert program.compiler["compiler_options"] == compiler_options(BRIEF)
+    assert program.compiler["compiler_options"] == brief_options(BRIEF)
     brief = program.run(points, seed=3, rounds=6)
     for name in ("test_loss", "test_accuracy"):
         good = [0, 1, 2, 4]  # point 3 has no finite rate
@@ -225,14 +225,14 @@ def test_programs_that_compile_fast_give_the_same_numbers(several):
 def test_a_single_point_with_little_work_is_not_optimized(several):
     config, data, points, _, outcome = several
     program = points_program(config, data, [RATE], points=1, seeds=[3], test=data.test, brief=True)
-    assert program.compiler["compiler_options"] == compiler_options(ONCE)
+    assert program.compiler["compiler_options"] == brief_options(ONCE)
     once = program.run(points[:1], seed=3, rounds=6)
     np.testing.assert_allclose(once.evaluations["test_loss"][0], outcome.evaluations["test_loss"][0], rtol=1e-5)
     longer = config.model_copy(update={"rounds": 100_000})
     program = points_program(longer, data, [RATE], points=1, seeds=[3], test=data.test, brief=True)
-    assert program.compiler["compiler_options"] == compiler_options(BRIEF)
+    assert program.compiler["compiler_options"] == brief_options(BRIEF)
 
 
 def test_unknown_compiler_options_are_left_out_and_known_ones_kept():
     level = {"xla_backend_optimization_level": 1}
-    assert compiler_options({"xla_no_such_option": 1, **level}) == level
+    assert brief_options({"xla_no_such_option": 1, **level}) == level

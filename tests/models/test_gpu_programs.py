@@ -23,7 +23,7 @@ CONVOLUTIONS = [
     "convolution_relu_pool_weights x 1",
     "convolution_relu_weights x 1",
 ]
-ROWS = ["grown_added x 1", "grown_inner x 1", "grown_outer x 1"]
+ROWS = ["grown_added x 1", "grown_inner x 1", "grown_meets x 1", "grown_outer x 1", "grown_spread x 1"]
 
 
 @pytest.fixture(autouse=True)
@@ -136,6 +136,7 @@ def test_the_gpt_attends_normalises_and_activates_in_kernels():
     data = client(40, x=((128,), jnp.int32), y=((128,), jnp.int32))
     found = explained(models.gpt(2048, tied=False), data, clients=20, batch=8, precision="bfloat16")
     assert found.kernels["train"] == [
+        "activation x 4",
         "activation_back x 4",
         "add_row_norm x 8",
         "add_row_norm_back x 8",

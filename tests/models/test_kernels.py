@@ -200,6 +200,30 @@ def test_second_derivatives_of_a_convolution_with_what_follows_it():
         _close(hessian_product(ours), hessian_product(theirs))
 
 
+@pytest.mark.parametrize(("clients", "parts"), [(1, 16), (25, 10), (50, 5), (100, 5)])
+def test_a_gradient_is_divided_into_as_many_programs_as_a_gpu_runs_at_a_time(clients, parts, monkeypatch):
+    """With six programs each, 25 clients left nearly half of an H200 idle, and 100 three quarters of the last wave."""
+    grids, call = {}, activated._call
+
+    def watched(kernel, grid, shapes, tiles, name):
+        grids[name] = grid  # the last one is that of all clients
+        return call(kernel, grid, shapes, tiles, name)
+
+    monkeypatch.setattr(activated, "_call", watched)
+    function = lambda x, w: activated.convolve_relu_pool(x, w, Geometry((3, 3), out=(4, 4))).sum()  # noqa: E731
+    x, w = _normal(0, clients, 1, 6, 6, 32), _normal(1, clients, 9 * 32 + 1, 64)
+    jax.jit(jax.vmap(jax.grad(function, 1))).lower(x, w)
+    assert grids["convolution_relu_pool_weights"] == (parts, 1, 1)
+
+
+def test_results_do_not_depend_on_how_many_clients_share_the_gpu():
+    function = lambda x, w: (activated.convolve_relu_pool(x, w, Geometry((3, 3), out=(6, 6))) ** 2).sum()  # noqa: E731
+    x, w = _normal(0, 30, 2, 8, 8, 16), _normal(1, 9 * 16 + 1, 8)
+    many = jax.jit(jax.vmap(jax.grad(function, 1), (0, None)))(x, w)
+    one = jax.jit(jax.grad(function, 1))(x[3], w)
+    np.testing.assert_allclose(many[3], one, rtol=1e-4, atol=1e-4)
+
+
 def test_of_equals_the_first_has_the_gradient_and_what_is_not_a_number_is_seen():
     geometry = Geometry((1, 1), out=(2, 2))
     x, weights = jnp.ones((1, 2, 2, 16)), jnp.ones((17, 1))

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -261,22 +262,27 @@ def test_kernels_read_the_rows_that_are_there(dtype, b, d, room):
     there = np.arange(most)[None, :] < counts[:, None]
     left = jnp.where(there[..., None], left, jnp.nan)
     known = np.where(there[..., None], np.asarray(left, np.float64), 0)
-    meets, longer = jax.vmap(rows.inner)(x, left, jnp.asarray(counts))
+    shares, longer = jax.vmap(rows.inner)(x, left, jnp.asarray(counts))
     tolerance = {"rtol": 1e-5, "atol": 1e-4}
-    np.testing.assert_allclose(meets, np.asarray(x, np.float64) @ known.transpose(0, 2, 1), **tolerance)
+    meets = np.asarray(x, np.float64) @ known.transpose(0, 2, 1)
+    np.testing.assert_allclose(shares.sum(1), meets, **tolerance)
+    short = jax.vmap(partial(rows.meets, dtype=jnp.float32))(x, left, jnp.asarray(counts))
+    np.testing.assert_allclose(short, meets, **tolerance)
     total = np.asarray(start, np.float64) + np.where(there[:, None], np.asarray(h, np.float64), 0) @ known
     close = {"rtol": 1e-2, "atol": 2e-2} if dtype == jnp.bfloat16 else tolerance
     np.testing.assert_allclose(
         np.asarray(jax.vmap(rows.outer)(start, h, left, jnp.asarray(counts)), float), total, **close
     )
+    parts = jnp.stack([h.astype(jnp.float32) - 1, jnp.ones_like(h, jnp.float32)], 1)
+    spread = jax.vmap(rows.spread)(parts, left, jnp.asarray(counts))
+    np.testing.assert_allclose(spread, total - np.asarray(start, np.float64), **close)
     expected = np.array(left, np.float32)
     for i, count in enumerate(counts):
         expected[i, count : count + b] = np.asarray(x[i], np.float32)
     np.testing.assert_array_equal(np.asarray(longer, np.float32), expected)
     lanes = jnp.array([2, 0])
     right = jnp.asarray(rng.standard_normal((3, most, 7)), jnp.float32)
-    right = jnp.where(there[..., None], right, jnp.nan)
-    right = right.astype(dtype)
+    right = jnp.where(there[..., None], right, jnp.nan).astype(jnp.bfloat16).astype(jnp.float32)
     sums = jax.vmap(lambda lane, count: rows.total(left, right, lane, count))(lanes, jnp.asarray(counts)[lanes])
     paired = np.where(there[..., None], np.asarray(right, np.float64), 0)
     np.testing.assert_allclose(sums, (known.transpose(0, 2, 1) @ paired)[[2, 0]], **tolerance)

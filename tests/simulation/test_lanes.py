@@ -7,9 +7,11 @@ import pytest
 
 import fedbraid as fb
 from fedbraid import models
-from fedbraid.lowering import grown, kernels
+from fedbraid.lowering import captured, grown, kernels
 from fedbraid.lowering.grown import Extent, grow
 from fedbraid.lowering.halves import rounded_leaves
+from fedbraid.simulation import lanes
+from told import told
 
 
 @pytest.fixture(autouse=True)
@@ -83,3 +85,41 @@ def test_clients_that_end_together_are_one_loop(monkeypatch):
     one_after_the_other = _run([8] * 8, 1)
     assert "ending" in loops
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), together, one_after_the_other)
+
+
+@pytest.mark.parametrize("few", [0, 1 << 24])
+def test_clients_start_on_their_lanes_whether_lanes_are_written_whole_or_in_place(few, monkeypatch):
+    monkeypatch.setattr(lanes, "FEW", few)
+    width, places = 4, jnp.array([2, 4, 0], jnp.int32)  # 4 is padding
+    old, new = jnp.arange(8.0).reshape(4, 2), -jnp.arange(1.0, 7.0).reshape(3, 2)
+    found, keys = lanes._replace((old, jnp.zeros(width, jnp.int32)), places, (new, jnp.array([7, 8, 9], jnp.int32)))
+    assert found.tolist() == [[-5.0, -6.0], [2.0, 3.0], [-1.0, -2.0], [6.0, 7.0]]
+    assert keys.tolist() == [9, 0, 7, 0]
+
+
+def test_lanes_of_unequal_clients_run_as_cuda_graphs(monkeypatch):
+    """Else the GPU waits for the host after each step, because the length of the loop is not known."""
+    programs = []
+    plainly = captured.jit
+
+    def watched(function, **options):
+        programs.append((function.__name__, options.get("compiler_options", {})))
+        return plainly(function, **options)
+
+    monkeypatch.setattr("fedbraid.simulation.program.captured.jit", watched)
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    ragged = _run([4, 9, 13, 8, 5], 1)
+    assert "WHILE" in dict(programs)["many"]["xla_gpu_enable_command_buffer"]
+    programs.clear()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
+    again = _run([4, 9, 13, 8, 5], 1)
+    assert dict(programs)["many"] == {"xla_gpu_graph_min_graph_size": 1}  # the user's choice is kept
+    jax.tree.map(np.testing.assert_array_equal, ragged, again)
+    programs.clear()
+    _run([8] * 8, 2)
+    assert dict(programs)["many"] == {}  # all clients end together
+    programs.clear()
+    monkeypatch.setattr(kernels, "platform", lambda: "cpu")
+    with told("no effect on a CPU"):
+        _run([4, 9, 13, 8, 5], 1)
+    assert dict(programs)["many"] == {}

@@ -11,7 +11,7 @@ from fedbraid.simulation import plan as plan_module
 from fedbraid.simulation import run as run_module
 from fedbraid.simulation.devices import client_mesh
 from fedbraid.simulation.feed import Feed
-from fedbraid.simulation.plan import Plan, lay_out
+from fedbraid.simulation.plan import TOGETHER, Plan, lay_out
 from fedbraid.simulation.tally import total
 from told import told
 from zoo import ROWS, clients, counting, loss, start
@@ -211,7 +211,7 @@ def test_clients_of_a_lane_are_ordered_so_that_several_lanes_end_together():
             lane = lanes.index(min(lanes))
             lanes[lane] += length
             ends.append(lanes[lane])
-        before.append(sum(-(-ends.count(tick) // 8) for tick in set(ends)))
+        before.append(sum(-(-ends.count(tick) // TOGETHER) for tick in set(ends)))
         assert load.steps + load.masked == 25 * max(lanes)
     assert sum(events) < 0.9 * sum(before)
 

@@ -130,13 +130,26 @@ def finite(up: PyTree, scale: Scalar | None = None) -> Scalar:
 
     scale: also times this number, in the dtype of each leaf. The largest numbers are found once for both tests.
     """
-    floats = [leaf for leaf in jax.tree.leaves(up) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    floats = _joined([leaf for leaf in jax.tree.leaves(up) if jnp.issubdtype(leaf.dtype, jnp.inexact)])
     # Reduce the last axis first. A GPU gives the rest of the reduction to one block per client, which is slow for a
     # large upload. On a CPU a maximum, which propagates NaN, is twice as fast as testing each number.
     largest = [jnp.max(jnp.abs(leaf), axis=-1 if leaf.ndim else None, initial=0) for leaf in floats]
     if scale is not None:
         largest = [rows * jnp.asarray(scale, rows.dtype) for rows in largest]
     return jnp.all(jnp.stack([jnp.all(rows < jnp.inf) for rows in largest])) if floats else jnp.array(True)
+
+
+JOINED = 1 << 15  # bytes of a leaf that is tested together with others
+
+
+def _joined(leaves: list[Any]) -> list[Any]:
+    """The leaves, with small ones of the same dtype as one: on a GPU each test of a leaf is a kernel, or two."""
+    small: dict[Any, list[Any]] = {}
+    large = []
+    for leaf in leaves:
+        fits = leaf.size * leaf.dtype.itemsize <= JOINED
+        (small.setdefault(leaf.dtype, []) if fits else large).append(leaf)
+    return large + [jnp.concatenate([jnp.ravel(x) for x in few]) if len(few) > 1 else few[0] for few in small.values()]
 
 
 class Guarantee(NamedTuple):

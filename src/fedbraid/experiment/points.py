@@ -19,7 +19,7 @@ from fedbraid.data.federated import FederatedData, Split
 from fedbraid.experiment.assembly import Experiment, assemble
 from fedbraid.experiment.config import Config, ConfigError, Named, parse
 from fedbraid.lowering import captured
-from fedbraid.lowering.brief import BRIEF, compiler_options
+from fedbraid.lowering.compiler import BRIEF, brief_options
 from fedbraid.metric import PERSONAL
 from fedbraid.simulation.loop import Schedule
 from fedbraid.simulation.personal import has_own_models
@@ -167,7 +167,7 @@ def measured(experiment: Experiment, data: FederatedData, prefix: str) -> tuple[
 
 def brief_init(experiment: Experiment, options: Mapping[str, Any] = BRIEF) -> Callable[[Any], Any]:
     """The model's ``key -> params`` as one program that compiles fast; with `BRIEF` it gives the same parameters."""
-    return captured.jit(experiment.model.init, compiler_options=compiler_options(options))
+    return captured.jit(experiment.model.init, compiler_options=brief_options(options))
 
 
 def points_program(
@@ -192,7 +192,7 @@ def points_program(
     swap: makes an algorithm from the loss and the (traced) options, for an algorithm that a configuration cannot name.
         It replaces the one that the configuration names, and must have the same exchanges and messages.
     statistics: evaluate the statistics over clients too.
-    brief: the programs run for a short time (see `fedbraid.lowering.brief`).
+    brief: the programs run for a short time (see `fedbraid.lowering.compiler`).
     """
 
     def build(values: Mapping[str, Any], data: FederatedData) -> PointTask:

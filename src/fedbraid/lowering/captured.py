@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from fedbraid.core import is_traced
 
-__all__ = ["LARGE", "Program", "captured_bytes", "inlined", "jit"]
+__all__ = ["COMPILER", "LARGE", "Program", "captured_bytes", "inlined", "jit"]
 
 COMPILER = "compiler_options"
 LARGE = 1 << 16  # bytes of the smallest array that becomes an argument; XLA may fold smaller ones

@@ -95,7 +95,8 @@ def picked(x: Array, at: Array, gather: Callable) -> Array:
 def elementwise(function: Callable, x: Array, bias: Array | None = None, *, kernel: Callable | None = None) -> Array:
     """``function(x + bias)`` of a smooth function of single entries, in the dtype of x and computed in float32.
 
-    kernel: the same function of operations that kernels have. The gradient is then a kernel.
+    kernel: the same function of operations that kernels have. With a bias, the function and its gradient are then one
+        kernel each.
 
     >>> elementwise(jnp.tanh, jnp.zeros(2, jnp.bfloat16)).dtype
     dtype(bfloat16)
@@ -104,8 +105,7 @@ def elementwise(function: Callable, x: Array, bias: Array | None = None, *, kern
     def sums(given: tuple) -> Array:
         return _wide(given[0]) + given[1] if bias is not None else _wide(given[0])
 
-    @jax.custom_jvp
-    def run(given: tuple) -> Array:
+    def plainly(given: tuple) -> Array:
         return function(sums(given)).astype(x.dtype)
 
     def along(given: tuple, changes: tuple) -> Array:
@@ -125,8 +125,17 @@ def elementwise(function: Callable, x: Array, bias: Array | None = None, *, kern
         dx, dbias = activation_back(kernel, first, given[1], second)
         return dx.reshape(dy.shape), dbias
 
-    backward = computed_by(fast_back, back) if kernel is not None and bias is not None else back
-    run.defjvp(lambda primals, tangents: (run(*primals), linear(along, backward, primals[0], tangents[0])))
+    def fast(given: tuple) -> Array:
+        from fedbraid.lowering.kernels.smooth import activation
+
+        assert kernel is not None
+        return activation(kernel, given[0].reshape(-1, x.shape[-1]), given[1]).reshape(x.shape)
+
+    in_kernels = kernel is not None and bias is not None
+    forward = computed_by(fast, plainly) if in_kernels else plainly
+    backward = computed_by(fast_back, back) if in_kernels else back
+    run = jax.custom_jvp(forward)
+    run.defjvp(lambda primals, tangents: (forward(*primals), linear(along, backward, primals[0], tangents[0])))
     return run((x,) if bias is None else (x, _wide(bias)))
 
 
@@ -139,7 +148,17 @@ def _erf(x: Array) -> Array:
 
 
 _erf.defjvps(lambda dx, _, x: 2 / math.sqrt(math.pi) * jnp.exp(-x * x) * dx)
-IN_KERNELS: dict[str, Callable] = {"erf": _erf, "erfc": lambda x: 1 - _erf(x)}
+
+
+@jax.custom_jvp
+def _tanh(x: Array) -> Array:
+    from fedbraid.lowering.kernels.smooth import tanh
+
+    return tanh(x)
+
+
+_tanh.defjvps(lambda dx, y, x: (1 - y * y) * dx)
+IN_KERNELS: dict[str, Callable] = {"erf": _erf, "erfc": lambda x: 1 - _erf(x), "tanh": _tanh}
 
 
 def region(last: Node, source: Node, instead: Mapping[str, Callable] = MappingProxyType({})) -> Callable:

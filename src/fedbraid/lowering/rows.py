@@ -63,7 +63,7 @@ class Site:
 
     def added(self, rows: Rows) -> Array:
         """The sum that all rows add to the start."""
-        first, second = self._factors(rows)
+        first, second = self._factors(Rows(rows.left, rows.right.astype(rows.left.dtype)))
         total = jnp.matmul(first.T, second, preferred_element_type=self.start.dtype)
         return lax.optimization_barrier(total)  # it is used several times, and XLA would recompute it for each use
 
@@ -77,5 +77,4 @@ class Site:
 
     def _factors(self, rows: Rows) -> tuple[Array, Array]:
         """The rows of the matrix's first axis and those of its second."""
-        left, right = rows.left, rows.right.astype(rows.left.dtype)
-        return (right, left) if self.turned else (left, right)
+        return (rows.right, rows.left) if self.turned else (rows.left, rows.right)

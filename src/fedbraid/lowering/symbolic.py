@@ -307,26 +307,26 @@ def _product(equation, a, b) -> Array | None:
 
 def _over_long(leaf: Leaf, x: Array, precision: Any) -> Array:
     """``x W`` of x [b, the longer axis]."""
-    base, (left, right), there = leaf.site.base, leaf.rows, filled(leaf.rows, leaf.count)
+    base, (left, right) = leaf.site.base, leaf.rows
     given, x = x, x.astype(left.dtype)
     start = jnp.matmul(x, base, precision=precision, preferred_element_type=right.dtype)
     if kernels.available():
-        from fedbraid.lowering.kernels.grown import inner
+        from fedbraid.lowering.kernels.grown import inner, spread
 
-        leaf.written, (meets, left) = given, inner(x, left, leaf.count)
+        leaf.written, (shares, left) = given, inner(x, left, leaf.count)
         leaf.rows = Rows(left, right)
-    else:
-        meets = jnp.matmul(x, there.left.T, precision=precision)
-    return start + jnp.matmul(meets, there.right, precision=precision)
+        return start + spread(shares, right, leaf.count)
+    there = filled(leaf.rows, leaf.count)
+    return start + jnp.matmul(jnp.matmul(x, there.left.T, precision=precision), there.right, precision=precision)
 
 
 def _over_short(leaf: Leaf, dy: Array, precision: Any) -> Array:
     """``dy W'`` of dy [b, the shorter axis]."""
-    base, (left, right), there = leaf.site.base, leaf.rows, filled(leaf.rows, leaf.count)
+    base, (left, right) = leaf.site.base, leaf.rows
     start = jnp.matmul(dy.astype(left.dtype), base.T, precision=precision, preferred_element_type=right.dtype)
-    meets = jnp.matmul(dy, there.right.T, precision=precision)
     if kernels.available():
-        from fedbraid.lowering.kernels.grown import outer
+        from fedbraid.lowering.kernels.grown import meets, outer
 
-        return outer(start, meets, left, leaf.count)
-    return start + jnp.matmul(meets, there.left, precision=precision)
+        return outer(start, meets(dy, right, leaf.count, left.dtype), left, leaf.count)
+    there = filled(leaf.rows, leaf.count)
+    return start + jnp.matmul(jnp.matmul(dy, there.right.T, precision=precision), there.left, precision=precision)

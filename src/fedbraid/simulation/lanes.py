@@ -17,12 +17,14 @@ import numpy as np
 
 from fedbraid.local import Fold, LocalWork
 from fedbraid.lowering import extent_of, grow
+from fedbraid.simulation.packing import Packing
 from fedbraid.simulation.plan import Plan, Timetable
-from fedbraid.simulation.tally import ClientResult, SharedInputs, Tally, add_clients, zero_tally
+from fedbraid.simulation.tally import ClientResult, SharedInputs, Tally, add_clients, gather_clients, zero_tally
 
 __all__ = ["run_on_lanes"]
 
 PyTree = Any
+FEW = 1 << 24  # bytes of a leaf on all lanes that is written whole when clients start
 
 
 def run_on_lanes(shared: SharedInputs, plan: Plan, matrices: Any, states: PyTree) -> tuple[Tally, PyTree]:
@@ -44,6 +46,23 @@ def _at(tree: PyTree, i: Any) -> PyTree:
 
 def _put(tree: PyTree, i: Any, new: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf, value: leaf.at[i].set(value, mode="drop"), tree, new)
+
+
+def _replace(lanes: PyTree, lane: Any, new: PyTree) -> PyTree:
+    """The lanes with new values on some of them. Small leaves are written whole, which is one kernel for each.
+
+    Writing some rows in place takes two: XLA copies the array that the loop over steps returns, because it changes.
+    """
+    width = len(jax.tree.leaves(lanes)[0])
+    same = lane[None, :] == jnp.arange(width, dtype=lane.dtype)[:, None]
+    starts, source = same.any(1), same.argmax(1)
+
+    def one(leaf: Any, values: Any) -> Any:
+        if leaf.size * leaf.dtype.itemsize > FEW or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            return leaf.at[lane].set(values, mode="drop")
+        return jnp.where(starts.reshape(-1, *[1] * (leaf.ndim - 1)), values[source], leaf)
+
+    return jax.tree.map(one, lanes, new)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,12 +142,12 @@ class _LaneFold:
             running, k, rest, rows = jax.lax.fori_loop(0, table.wait[e] if ticks is None else ticks, tick, lanes)
             fresh = jax.vmap(partial(start, states))(following), jnp.zeros_like(lane)
             if ticks is None:
-                where = jnp.minimum(lane, len(running) - 1)  # padding reads the last lane again
-                ended = _at(rest, where), growth.matrices_on(rows, where, k[where])
-                lanes = _put(running, lane, following), _put(k, lane, fresh[1]), _put(rest, lane, fresh[0]), rows
+                where = jnp.minimum(lane, len(running) - 1)  # padding reads the last lane again, after no step
+                ended = _at(rest, where), growth.matrices_on(rows, where, jnp.where(lane == where, k[where], 0))
+                lanes = *_replace((running, k, rest), lane, (following, fresh[1], fresh[0])), rows
             else:  # all lanes end at once, in order
                 ended, lanes = (rest, growth.matrices(rows)), (following, fresh[1], fresh[0], rows)
-            return lanes, *self.take(states, gained, slot, jax.vmap(growth.carry)(*ended))
+            return lanes, *self.take(states, gained, slot, jax.vmap(growth.carry)(*ended), packing)
 
         lanes = (
             table.first,
@@ -136,28 +155,36 @@ class _LaneFold:
             jax.vmap(partial(start, states))(table.first),
             growth.empty(width),
         )
-        nothing = self.nothing(states, slot, many)
+        nothing, packing = self.nothing(states, slot, many)
         if ticks is not None and many <= width:  # one event: no client waits, so no model is copied for a next one
             _, _, rest, rows = jax.lax.fori_loop(0, ticks, tick, lanes)
             ended = jax.vmap(growth.carry)(rest, growth.matrices(rows))
-            states, gained = self.take(states, nothing, table.slot[0], ended)
-            return gained, states
-        _, states, gained = jax.lax.fori_loop(0, table.events[0], ending, (lanes, states, nothing))
-        return gained, states
+            states, gained = self.take(states, nothing, table.slot[0], ended, packing)
+        else:
+            _, states, gained = jax.lax.fori_loop(0, table.events[0], ending, (lanes, states, nothing))
+        return gained if packing is None else packing.unpack(gained), states
 
-    def take(self, states: PyTree, gained: PyTree, slot: Any, ended: PyTree) -> tuple[PyTree, PyTree]:
+    def take(
+        self, states: PyTree, gained: PyTree, slot: Any, ended: PyTree, packing: Packing | None
+    ) -> tuple[PyTree, PyTree]:
         """Add the states and results of the clients that ended. Slots past the last one are padding and dropped."""
         many = len(self.shared.slots.ids)
         real, known = slot < many, jnp.minimum(slot, many - 1)
         if not self.is_last:
             return states, _put(gained, slot, jax.vmap(partial(self.result, states))(known, ended))
         few = jax.vmap(partial(self.report, states))(known, ended)
-        return _put(states, slot, few.state), add_clients(gained, few.tally, slot, real, self.gather)
+        if packing is None:
+            gained = gather_clients(gained, few.tally, slot, real)
+        else:
+            gained = add_clients(gained, packing.pack(few.tally), real)
+        return _put(states, slot, few.state), gained
 
-    def nothing(self, states: PyTree, slot: Any, many: int) -> PyTree:
-        """The initial results, before any client has ended."""
+    def nothing(self, states: PyTree, slot: Any, many: int) -> tuple[PyTree, Packing | None]:
+        """The initial results, before any client has ended, and how they are packed."""
         example = (states, slot, jax.eval_shape(self.begin, self.shared.down, states, slot))
         if self.is_last:
-            return zero_tally(jax.eval_shape(self.report, *example).tally, self.gather, many)
+            zero = zero_tally(jax.eval_shape(self.report, *example).tally, self.gather, many)
+            packing = None if self.gather else Packing(zero)
+            return (zero if packing is None else packing.pack(zero)), packing
         shapes = jax.eval_shape(self.result, *example)
-        return jax.tree.map(lambda s: jnp.zeros((many, *s.shape), s.dtype), shapes)
+        return jax.tree.map(lambda s: jnp.zeros((many, *s.shape), s.dtype), shapes), None

@@ -34,6 +34,8 @@ from fedbraid.costs import data_shapes
 from fedbraid.data.federated import Split
 from fedbraid.local import LocalWork
 from fedbraid.lowering import Lanes, captured, lower
+from fedbraid.lowering.captured import COMPILER
+from fedbraid.lowering.compiler import graph_options
 from fedbraid.simulation import hosts
 from fedbraid.simulation.devices import AXIS, client_mesh, total_memory
 from fedbraid.simulation.model_axis import divided_shapes, has_model_axis, model_sharding, over_model
@@ -52,7 +54,7 @@ __all__ = [
 ]
 
 LANES = 32  # enough to fill a large GPU; more lanes only mask more steps
-TOGETHER = 8  # largest number of clients in one event of the timetable, unless all clients end together
+TOGETHER = 5  # largest number of clients in one event of the timetable, unless all clients end together
 
 
 class Plan(NamedTuple):
@@ -74,6 +76,12 @@ class Plan(NamedTuple):
     def lanes(self) -> Lanes:
         """The part of the plan that lowering needs."""
         return Lanes(self.chunk if self.kind == "lanes" else 0, self.alike, self.usual)
+
+    @property
+    def compiler(self) -> dict[str, Any]:
+        """How programs of the plan are compiled: options for `captured.jit`."""
+        options = graph_options() if self.kind == "lanes" and not self.alike else {}
+        return {COMPILER: options} if options else {}
 
     def record(self) -> dict[str, Any]:
         """The part of the plan that a checkpoint stores."""

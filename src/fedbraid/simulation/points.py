@@ -31,7 +31,7 @@ from fedbraid.core import Algorithm
 from fedbraid.costs import Cost, cost, data_shapes, nbytes
 from fedbraid.data.federated import Split
 from fedbraid.lowering import captured, notice_unmet
-from fedbraid.lowering.brief import BRIEF, ONCE, compiler_options
+from fedbraid.lowering.compiler import BRIEF, ONCE, brief_options
 from fedbraid.metric import declared_by, is_client_column
 from fedbraid.simulation import checkpoint
 from fedbraid.simulation.asynchrony import Versions, no_past
@@ -72,7 +72,7 @@ class Points:
 
     points: total number of points; ``size`` of them run at a time: all that fit into memory, but at most ``most``.
     seeds: the seeds that will be run. Blocks of streamed data are large enough for the cohorts of all of them.
-    brief: the programs run for a short time, so they compile with the options of `fedbraid.lowering.brief`.
+    brief: the programs run for a short time, so they compile with the options of `fedbraid.lowering.compiler`.
     """
 
     study: Study
@@ -108,7 +108,7 @@ class Points:
             size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
             work = size * steps_per_client(alg, split.sizes) * cohort * schedule.rounds
             little = points == 1 and work < LITTLE
-            self.compiler = {"compiler_options": compiler_options(ONCE if little else BRIEF)}
+            self.compiler = {"compiler_options": brief_options(ONCE if little else BRIEF)}
         if options.model_devices > 1:
             raise ValueError(
                 f"model_devices = {options.model_devices}: points that run together keep many models, and they are not "
@@ -172,14 +172,14 @@ class Points:
         """``look_own`` for all points, made once. States that are on the host have the clients before the points."""
         return self._mapped(self.point.look_own, (0, None, 0, 1 if self.on_host else 0, None))
 
-    def _mapped(self, function: Callable, in_axes: tuple, out_axes: Any = 0) -> Any:
-        """``function`` mapped over points. Arguments with axis None are shared by all points."""
+    def _mapped(self, function: Callable, in_axes: tuple, out_axes: Any = 0, **options: Any) -> Any:
+        """``function`` mapped over points, compiled. Arguments with axis None are shared by all points."""
         mapped = jax.vmap(function, in_axes=in_axes, out_axes=out_axes)
         if self.own_points:
             many, one = PartitionSpec(AXIS), PartitionSpec()
             specs = tuple(many if axis == 0 else one for axis in in_axes)
             mapped = jax.shard_map(mapped, mesh=self.mesh, in_specs=specs, out_specs=many, check_vma=False)
-        return captured.jit(mapped, sharding=replicated(self.mesh), **self.compiler)
+        return captured.jit(mapped, sharding=replicated(self.mesh), **self.compiler | options)
 
     def _program(self, size: int) -> tuple[Callable, Callable, int]:
         """Compiled rounds and evaluation of ``size`` points, and the bytes that they need on a device."""
@@ -209,7 +209,8 @@ class Points:
         return rounds, look, max(_memory(rounds), _memory(look))
 
     def _mapped_rounds(self, plan: Plan) -> Any:
-        return self._mapped(lambda *a: self.point.rounds(plan, *a), (0, 0, 0, None, None, None, None, None))
+        axes = (0, 0, 0, None, None, None, None, None)
+        return self._mapped(lambda *a: self.point.rounds(plan, *a), axes, **plan.compiler)
 
     def _exchanges(self, plan: Plan) -> Callable:
         axes = (0, 0, 1, None, None, None, None)

@@ -75,7 +75,9 @@ def compile_rounds(task: Task, plan: Plan, mesh: Mesh, options: EngineOptions, *
     everywhere = {"out_shardings": replicated(mesh)} if mesh.is_multi_process else {}
     where = partial(model_sharding, mesh) if has_model_axis(mesh) else replicated(mesh)
     compiled = partial(captured.jit, sharding=where if mesh.devices.size > 1 else None, **everywhere)
-    return Program(compiled(rounds.many), compiled(rounds.exchange, static_argnums=(0,)))
+    return Program(
+        compiled(rounds.many, **plan.compiler), compiled(rounds.exchange, static_argnums=(0,), **plan.compiler)
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,6 +24,7 @@ __all__ = [
     "add_client",
     "add_clients",
     "can_add",
+    "gather_clients",
     "only",
     "select",
     "server_step",
@@ -182,13 +183,16 @@ def add_client(tally: Tally, one: Tally, slot: Any, gather: bool) -> Tally:
     return Tally(put(tally.combined, one.combined), put(tally.weight, one.weight), *_add(tally[2:], one[2:]))
 
 
-def add_clients(tally: Tally, few: Tally, slot: Any, real: Any, gather: bool) -> Tally:
-    """The tally with several more clients. Clients that are not ``real`` (padding) do not count."""
-    if gather:
-        put = partial(jax.tree.map, lambda all_, new: all_.at[slot].set(new, mode="drop"))
-        rows = put(tally.combined, few.combined), put(tally.weight, few.weight)
-        return Tally(*rows, *_add(tally[2:], total(only(real, few[2:]))))
-    return _add(tally, total(only(real, few)))
+def gather_clients(tally: Tally, few: Tally, slot: Any, real: Any) -> Tally:
+    """The tally of a gather reducer with several more clients. Those that are not ``real`` (padding) do not count."""
+    put = partial(jax.tree.map, lambda all_, new: all_.at[slot].set(new, mode="drop"))
+    rows = put(tally.combined, few.combined), put(tally.weight, few.weight)
+    return Tally(*rows, *add_clients(tally[2:], few[2:], real))
+
+
+def add_clients(sums: PyTree, few: PyTree, real: Any) -> PyTree:
+    """The sums with several more clients, one in each row of ``few``. Those that are not ``real`` do not count."""
+    return _add(sums, total(only(real, few)))
 
 
 def only(real: Any, tree: PyTree) -> PyTree:

@@ -18,7 +18,7 @@ from fedbraid.experiment.assembly import Experiment
 from fedbraid.experiment.diagnosis.advice import error_terms
 from fedbraid.experiment.diagnosis.measurement import evaluation_loss, settings_of
 from fedbraid.experiment.points import brief_init
-from fedbraid.lowering.brief import ONCE, compiler_options
+from fedbraid.lowering.compiler import ONCE, brief_options
 from fedbraid.theory.constants import Constants, Hessians, estimate
 
 __all__ = ["Screening", "screen"]
@@ -79,7 +79,7 @@ def _constants(experiment: Experiment, batch_size: int | None) -> tuple[Constant
             batch_size=batch_size,
             hessians=CHEAP if size <= LARGE else None,
             seed=experiment.config.seed,
-            compiler_options=compiler_options(ONCE),
+            compiler_options=brief_options(ONCE),
         )
     except ValueError as error:
         return None, [f"The constants of the data were not computed: {error}."]

@@ -28,7 +28,7 @@ from jax.experimental.pallas import triton as gpu
 from fedbraid.lowering.kernels import convolution as plain
 from fedbraid.lowering.kernels import interpreted
 from fedbraid.lowering.kernels.convolution import Geometry, Pair, convolve
-from fedbraid.lowering.kernels.tiles import power
+from fedbraid.lowering.kernels.tiles import division, per_clients, power
 from fedbraid.lowering.transposable import computed_by, linear
 
 __all__ = ["convolve_relu", "convolve_relu_pool", "pools"]
@@ -46,7 +46,7 @@ class Tiles(NamedTuple):
     warps: int = 4
     stages: int = 1
     ahead: int = 0  # number of loads that are issued before they are needed
-    split: int = 8  # programs that share one kernel's gradient
+    split: int = 0  # programs that share one kernel's gradient; 0 depends on the number of clients
 
 
 # The fastest of those tried on an H200, by pass and by bytes of a value.
@@ -55,8 +55,8 @@ TILES = {
     ("forward", 2): Tiles(ahead=3),
     ("images", 4): Tiles(),
     ("images", 2): Tiles(),
-    ("weights", 4): Tiles(cells=32, stages=2, split=6),
-    ("weights", 2): Tiles(cells=32, stages=3, split=6),
+    ("weights", 4): Tiles(cells=32, stages=2),
+    ("weights", 2): Tiles(cells=32, stages=3),
 }
 
 
@@ -178,7 +178,7 @@ def _pooled_jvp(geometry, primals, tangents):
             return _weights_gradient(x, _spread(which, dy, geometry.out), geometry)
 
         def fast(x, which, dy):
-            return _pooled_weights_gradient(x, which, dy, geometry)
+            return per_clients(partial(_pooled_weights_gradient, geometry=geometry))(x, which, dy)
 
         return computed_by(fast, slowly)(*residuals, dy)
 
@@ -395,11 +395,12 @@ def _images_kernel(dy_ref, which_ref, k_ref, dx_ref, *, size, grid, geometry, t,
         _store(dx_ref, (cells.image * size[0] + row) * size[1] + column, c, total, real)
 
 
-def _pooled_weights_gradient(x, which, dy, geometry, tiles: Tiles | None = None) -> Array:
+def _pooled_weights_gradient(x, which, dy, geometry, tiles: Tiles | None = None, clients: int = 1) -> Array:
     (images, *size, channels), out = x.shape, dy.shape[-1]
     depth, count = math.prod(geometry.window) * channels, images * math.prod(_grid(geometry))
     t = tiles or TILES["weights", x.dtype.itemsize]
     (outer, outers), (inner, inners) = _blocks(out, 64), _blocks(channels, 32)
+    t = t._replace(split=t.split or division(clients * inners * outers))
     shares = _call(
         partial(_weights_kernel, size=tuple(size), geometry=geometry, t=t, shape=(images, channels, outer, inner)),
         (t.split, inners, outers),

@@ -161,7 +161,7 @@ def _weights(q: Array, k: Array, rows: Array, place: tuple, mask_ref: Any, heads
     if s != k.shape[0]:
         scores = jnp.where(jnp.broadcast_to((keys < s)[None, :], shape), scores, -jnp.inf)
     powers = jnp.exp(scores - jnp.max(scores, 1)[:, None])
-    return powers / jnp.sum(powers, 1)[:, None]
+    return powers * (1 / jnp.sum(powers, 1))[:, None]
 
 
 def _flags(ref: Any, place: tuple, rows: Array, keys: Array, sizes: tuple) -> Array:

@@ -102,7 +102,7 @@ def _gradient_tiles(x: Array, dy: Array, geometry: Geometry) -> Tiles:
         t = Tiles(64, inner, outer, warps=4, stages=3, together=3 if inner == outer == BLOCK else 1, split=split)
         return t if split > 1 else t._replace(positions=32, stages=4 if positions > 3 * BLOCK else 3)
     if channels < LEAST_CHANNELS:  # little arithmetic: many small programs, so that their waits for memory overlap
-        return _narrow_tiles(channels, geometry.window, out, 32)._replace(warps=2, stages=3, split=16)
+        return _narrow_tiles(channels, geometry.window, out, 32)._replace(warps=2, stages=3, split=20)
     return _narrow_tiles(channels, geometry.window, out, 64)._replace(warps=4, stages=2)
 
 
