@@ -33,6 +33,7 @@ import optax
 import fedbraid as fb
 from fedbraid import models
 from fedbraid.algorithms.schedules import over_rounds
+from turns import await_turn
 
 CLIENTS, EXAMPLES, TESTS, CLASSES, ALPHA = 100, 500, 10_000, 10, 0.3
 MEAN, DEVIATION = np.array([0.491, 0.482, 0.447], np.float32), np.array([0.247, 0.243, 0.262], np.float32)
@@ -85,7 +86,7 @@ def varied(x, key):
     return jax.vmap(lambda one, o: jax.lax.dynamic_slice(one, (o[0], o[1], 0), x.shape[1:]))(wide, at)
 
 
-def method(name: str, loss, rate: float = 0.1) -> fb.Algorithm:
+def method(name: str, loss, epochs: int, rate: float = 0.1) -> fb.Algorithm:
     def steps(lr) -> optax.GradientTransformation:
         return optax.chain(optax.clip_by_global_norm(10.0), optax.add_decayed_weights(0.001), optax.sgd(lr))
 
@@ -94,7 +95,7 @@ def method(name: str, loss, rate: float = 0.1) -> fb.Algorithm:
         loss,
         client_opt=steps,
         batch_size=50,
-        epochs=5,
+        epochs=epochs,
     )
     return over_rounds(make, {"client_lr": optax.exponential_decay(rate, 1, 0.998)})
 
@@ -107,6 +108,7 @@ def run(
     seed: int,
     precision: str,
     every: int,
+    epochs: int = 5,
     until: float = float("inf"),
 ) -> dict:
     model = models.resnet18_gn(CLASSES, image=(32, 32, 3), stem="large")
@@ -120,12 +122,13 @@ def run(
     stamps = []
 
     def progress(now) -> bool:
+        await_turn()  # after the first rounds, so the program is compiled
         stamps.append((time.perf_counter(), now.round))
         print(f"\r{name} seed {seed}: round {now.round}", end="", file=sys.stderr, flush=True)
         return time.perf_counter() > until
 
     result = fb.simulate(
-        method(name, loss),
+        method(name, loss, epochs),
         model.init(jax.random.key(seed)),
         data,
         rounds=rounds,

@@ -1,6 +1,7 @@
 """Seconds per round on a GPU: lanes compared with one padded vmap, on ragged cohorts and in a sweep.
 
-    python benchmarks/gpu.py [--json] [--only NAME ...] [--out [FILE]] [--check [FILE]] [--against torch]
+    python benchmarks/gpu.py [--json] [--only NAME ...] [--out [FILE]] [--check [FILE]]
+    python benchmarks/gpu.py --published [--only NAME ...] [--against torch] [--out [FILE]] [--check [FILE]]
 
 - cnn: the EMNIST CNN (1,206,590 parameters), 100 clients of equal size x 10 steps x batch 20
 - cnn-ragged: the same with log-normal client sizes (sigma 0.6) of mean 200, cohort 100
@@ -12,10 +13,11 @@
   LSTM's 80 positions for 20 clients, by the library's kernels and by XLA's operations
 - floors: copy bandwidth and rate of matrix products of the GPU, measured in the same run
 
-``--out`` writes the numbers into FILE (default: benchmarks/results/h200.json), from which docs/benchmarks.md is made
-(`published.py --page`). ``--check`` compares with FILE: it names rows that are more than 5% slower, and fails if there
-are any. ``--against torch`` measures the rows cnn, resnet and gpt beside PyTorch's best ways (gpu_torch.py): all
-programs compile at the same time, and are timed one after the other.
+``--published`` measures the rows of docs/benchmarks.md and LoRA (lora.py), ``--against torch`` also PyTorch's best ways
+for cnn, resnet and gpt (gpu_torch.py) and for LoRA. Each is a process of its own: all of them compile at the same time,
+and are timed one after the other. ``--out`` writes the numbers into FILE (default: benchmarks/results/h200.json), from
+which docs/benchmarks.md is made (`published.py --page`). ``--check`` compares with FILE: it names rows that are more
+than 5% slower, and fails if there are any.
 
 Times are medians over portions of rounds after the first, which compiles. The masked share is the share of steps whose
 results are discarded.
@@ -62,6 +64,7 @@ def seconds_per_round(make, split, *, rates=None, rounds, **options) -> dict:
             lambda r: jax.vmap(lambda lr: fb.simulate(make(lr), rounds=rounds, data=split, **options).params)(r)
         )
         jax.block_until_ready(run(rates))
+        await_turn()
         times = []
         for _ in range(3):
             began = time.perf_counter()
@@ -86,6 +89,7 @@ def seconds_per_round(make, split, *, rates=None, rounds, **options) -> dict:
         "seconds": statistics.median(spans),
         "masked_share": result.info.masked_share,
         "lanes": result.info.plan.chunk,
+        "steps": result.info.steps / rounds,
     }
 
 
@@ -231,6 +235,8 @@ def measurements() -> dict:
     found["cnn, vmap"] = lambda: cnn(same, 100, plan="chunks", chunk=100)
     for lanes in (25, 34, 50):
         found[f"cnn-ragged, {lanes} lanes"] = lambda w=lanes: cnn(wide, 100, plan="lanes", chunk=w)
+    found["cnn, 25 lanes, bfloat16"] = lambda: cnn(same, 100, plan="lanes", chunk=25, precision="bfloat16")
+    found["cnn-ragged, 28 lanes, bfloat16"] = lambda: cnn(wide, 100, plan="lanes", chunk=28, precision="bfloat16")
     found["cnn-ragged, 25 lanes, bfloat16"] = lambda: cnn(wide, 100, plan="lanes", chunk=25, precision="bfloat16")
     found["cnn-ragged, vmap"] = lambda: cnn(wide, 100, plan="chunks", chunk=100)
     for how in ("tf32", "bfloat16"):
@@ -250,37 +256,67 @@ def measurements() -> dict:
 
 
 AGAINST = {"cnn": "cnn, 100 lanes", "resnet": "resnet", "gpt": "gpt"}  # networks of gpu_torch.py, rows here
+LORA = {"lora, bfloat16": ("ours", "bfloat16", False), "lora, bfloat16, remat": ("ours", "bfloat16", True)}
+LORA_TORCH = {"torch lora": ("torch", "bfloat16", False), "torch lora compiled": ("torch", "bfloat16", True)}
 
 
-def against_torch(only: list[str] | None = None) -> dict:
-    """Milliseconds of a round here and in PyTorch, in one run. ``only``: programs whose name has one of these words."""
-    here, programs = Path(__file__), {}
-    for network, row in AGAINST.items():
-        for how in ("tf32", "bfloat16"):
-            exact = row if (network, how) == ("cnn", "tf32") else f"{row}, {how}"
-            programs[f"{network} {how} fedbraid"] = [sys.executable, str(here), "--json", "--row", exact]
+def published_programs(torch: bool) -> dict[str, list[str]]:
+    """Commands that print a row, of this library or of PyTorch, as JSON."""
+    from published import GPU_ROWS
+
+    here, compared = Path(__file__), " ".join(text for _, text in GPU_ROWS.values())
+    rows = [name for name in measurements() if name in GPU_ROWS or f"{{{name}}}" in compared]
+    programs = {name: [sys.executable, str(here), "--json", "--row", name] for name in rows}
+    for name, (who, how, flag) in (LORA | LORA_TORCH if torch else LORA).items():
+        programs[name] = [sys.executable, str(here.with_name("lora.py")), "--variant", who, how, str(flag)]
+    for network in AGAINST if torch else ():
+        for how in ("bfloat16", "tf32"):
             for way in ("graph", "vmap", "compiled"):
                 command = [sys.executable, str(here.with_name("gpu_torch.py")), network, way, how]
-                programs[f"{network} {how} torch {way}"] = command
+                programs[f"torch {network} {way}, {how}"] = command
+    return programs
+
+
+def published(torch: bool, only: list[str] | None, compiling: float, out: Path | None) -> dict:
+    """The published rows, measured in turn. ``only``: programs whose name has one of these words.
+
+    out: a file that gets each row as soon as it is measured.
+    """
+    from published import take_gpu
+
+    programs = published_programs(torch)
     wanted = {name: command for name, command in programs.items() if not only or any(word in name for word in only)}
-    found = {}
-    for name, said in measure_in_turn(wanted):
+    report: dict = {}
+    for name, said in measure_in_turn(wanted, compiling=compiling):
         try:
-            last = json.loads(said)
-        except json.JSONDecodeError:
-            last = said[-200:]
-        if isinstance(last, dict):
-            (last,) = (1e3 * row["seconds"] for row in last.values() if isinstance(row, dict))
-        found[name] = last
-        print(f"{name:32} {last if isinstance(last, str) else f'{last:.2f} ms'}", flush=True)
-    for network in AGAINST:
-        theirs = [
-            v for n, v in found.items() if n.startswith(f"{network} ") and "torch" in n and not isinstance(v, str)
-        ]
-        ours = found.get(f"{network} bfloat16 fedbraid", "not measured")
-        if theirs and not isinstance(ours, str):
-            print(f"{network}: {min(theirs) / ours:.1f}x PyTorch's best ({min(theirs):.1f} ms)")
-    return found
+            last = json.loads(said.strip().splitlines()[-1])
+        except (json.JSONDecodeError, IndexError):
+            print(f"{name}: {said[-300:]}", file=sys.stderr, flush=True)
+            continue
+        if isinstance(last, float):  # milliseconds of gpu_torch.py
+            last = {"seconds": last / 1e3}
+        elif name in last:
+            report |= {key: last[key] for key in ("device", "jax")}
+            last = last[name]
+        report[name] = last
+        if out is not None and "device" in report:
+            take_gpu(report, out)
+        print(f"{name:36} {1e3 * last['seconds']:.2f} ms", file=sys.stderr, flush=True)
+    return report
+
+
+def measured(options: argparse.Namespace) -> dict:
+    """The rows that were asked for, measured in this process."""
+    report: dict = {"device": str(jax.devices()[0]), "jax": jax.__version__}
+    for name, measure in measurements().items():
+        if options.only and not any(word in name for word in options.only):
+            continue
+        if options.row is not None and name != options.row:
+            continue
+        report[name] = measure()
+        line = ", ".join(f"{k} {v:.4g}" for k, v in report[name].items())
+        print(f"{name:24} {line}", flush=True, file=sys.stderr if options.json else sys.stdout)
+    return report
 
 
 def main() -> int:
@@ -293,21 +329,13 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", help="run only measurements whose name contains one of these words")
     parser.add_argument("--row", help="run only the measurement of exactly this name")
     parser.add_argument("--against", choices=["torch"])
+    parser.add_argument("--published", action="store_true", help="the published rows, each in a process of its own")
+    parser.add_argument("--compiling", type=float, default=400, help="seconds until all of them must have compiled")
     options = parser.parse_args()
-    if options.against:
-        found = against_torch(options.only)
-        if options.json:
-            print(json.dumps(found))
-        return 0
-    report = {"device": str(jax.devices()[0]), "jax": jax.__version__}
-    for name, measure in measurements().items():
-        if options.only and not any(word in name for word in options.only):
-            continue
-        if options.row is not None and name != options.row:
-            continue
-        report[name] = measure()
-        line = ", ".join(f"{k} {v:.4g}" for k, v in report[name].items())
-        print(f"{name:24} {line}", flush=True, file=sys.stderr if options.json else sys.stdout)
+    if options.published or options.against:
+        report = published(options.against is not None, options.only, options.compiling, options.out)
+    else:
+        report = measured(options)
     if options.json:
         print(json.dumps(report))
     slower = slower_rows(read(options.check)["rows"], report) if options.check else []

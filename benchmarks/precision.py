@@ -5,7 +5,7 @@
 
 - femnist: the EMNIST CNN, 10 writers a round, 500 rounds (DATA: what `fedbraid import` reads)
 - shakespeare: the character LSTM, 20 roles a round, 300 rounds
-- cifar10: ResNet-18 with group norm, FedAvg in FL-Simulator's setting (fl_simulator.py), 200 rounds
+- cifar10: ResNet-18 with group norm, FedAvg in FL-Simulator's setting (fl_simulator.py) but one epoch, 200 rounds
 
 The score is the mean of the last five evaluations, because single evaluations move by more than the two precisions
 differ. `--table` prints the mean difference over seeds and its standard error, in points of accuracy.
@@ -56,21 +56,39 @@ def resnet(path: Path, precision: str, seed: int, rounds: int) -> dict:
 
     data = fl_simulator.federation(*fl_simulator.read(path), seed)
     every = max(1, rounds // 20)
-    return fl_simulator.run("fedavg", data, rounds=rounds, seed=seed, precision=precision, every=every)["accuracy"]
+    how = {"rounds": rounds, "seed": seed, "precision": precision, "every": every, "epochs": 1}
+    return fl_simulator.run("fedavg", data, **how)["accuracy"]
+
+
+def compared(lines: list[str]) -> dict[str, dict]:
+    """For each task: both mean scores, the mean difference over the seeds that have both, and its standard error.
+
+    >>> scores = {"float32": (50.0, 52.0), "bfloat16": (51.0, 52.0)}
+    >>> rows = [{"precision": how, "seed": i, "score": scores[how][i]} for how in scores for i in range(2)]
+    >>> compared([json.dumps(row | {"task": "a"}) for row in rows])
+    {'a': {'float32': 51.0, 'bfloat16': 51.5, 'difference': 0.5, 'error': 0.5, 'seeds': 2}}
+    """
+    scores, found = collections.defaultdict(dict), {}
+    for row in map(json.loads, lines):
+        scores[row["task"]][row["precision"], row["seed"]] = row["score"]
+    for task, of in scores.items():
+        seeds = sorted(seed for how, seed in of if how == "float32" and ("bfloat16", seed) in of)
+        pairs = [[of[how, seed] for how in ("float32", "bfloat16")] for seed in seeds]
+        if len(pairs) < 2:
+            continue
+        gain = np.diff(pairs, axis=1)[:, 0]
+        exact, narrow = (float(score) for score in np.mean(pairs, axis=0))
+        error = float(np.std(gain, ddof=1) / np.sqrt(len(gain)))
+        difference = float(np.mean(gain))
+        found[task] = {"float32": exact, "bfloat16": narrow, "difference": difference, "error": error}
+        found[task]["seeds"] = len(seeds)
+    return found
 
 
 def table(file: Path) -> None:
-    scores = collections.defaultdict(dict)
-    for line in file.read_text().splitlines():
-        row = json.loads(line)
-        scores[row["task"]][row["precision"], row["seed"]] = row["score"]
-    for task, found in scores.items():
-        seeds = sorted({seed for _, seed in found})
-        pairs = [[found[how, seed] for how in ("float32", "bfloat16")] for seed in seeds if ("bfloat16", seed) in found]
-        gain = np.diff(pairs, axis=1)[:, 0]
-        error = np.std(gain, ddof=1) / np.sqrt(len(gain)) if len(gain) > 1 else np.nan
-        exact, narrow = np.mean(pairs, axis=0)
-        print(f"{task:12} float32 {exact:.2f}, bfloat16 {narrow:.2f}, difference {np.mean(gain):+.2f} ({error:.2f})")
+    for task, one in compared(file.read_text().splitlines()).items():
+        means = f"float32 {one['float32']:.2f}, bfloat16 {one['bfloat16']:.2f}"
+        print(f"{task:12} {means}, difference {one['difference']:+.2f} ({one['error']:.2f}), {one['seeds']} seeds")
 
 
 def main() -> None:

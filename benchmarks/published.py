@@ -2,11 +2,13 @@
 
     python benchmarks/published.py --measure [FILE] [--workloads NAME ...] [--peers DIR] [--scripts DIR]
     python benchmarks/published.py --check [FILE] [--workloads NAME ...] [--new FILE]
+    python benchmarks/published.py --take FILE ...
     python benchmarks/published.py --page
 
 - --measure runs speed.py on this machine and writes its numbers into FILE, with commit, date and versions
 - --check measures again and fails if a workload is more than 10% slower than in FILE, relative to a matrix product
   that is timed in the same process. So a slower machine is not a regression. --new writes what was measured
+- --take FILE ... reads results of precision.py and fl_simulator.py, which ran on a GPU
 - --page writes the tables of docs/benchmarks.md; `python benchmarks/gpu.py --out` and `--check` do the same on a GPU;
   `python benchmarks/eager.py --torch PYTHON --out` measures one core beside PyTorch's eager mode
 
@@ -66,26 +68,25 @@ GPU_ROWS = {  # row of h200.json: (name in the table, compared with); {NAME} is 
     ),
     "torch, cnn": (
         "the same network in PyTorch, by `from_torch` (`benchmarks/torch_models.py --gpu`)",
-        "20.6 with the library's own network (1.01x)",
+        "20.6* with the library's own network (1.01x)",
     ),
+    "cnn, 25 lanes, bfloat16": ("the same 100 clients on 25 lanes, bfloat16", ""),
     "cnn-ragged, 25 lanes": (
         "emnist-cnn, ragged cohort of 100, 25 lanes",
         "9.7% masked; {cnn-ragged, vmap} for one `vmap` padded to the largest client",
     ),
-    "cnn-ragged, 25 lanes, bfloat16": (
-        'the same with `engine.precision = "bfloat16"`',
-        "24.3* with whole matrices",
-    ),
+    "cnn-ragged, 25 lanes, bfloat16": ('the same with `engine.precision = "bfloat16"`', "22.2* before CUDA graphs"),
+    "cnn-ragged, 28 lanes, bfloat16": ("the same on 28 lanes", ""),
     "resnet, bfloat16": (
         "ResNet-18 with group norm, 24 x 24 x 3, 20 clients x 5 steps x 20, bfloat16",
-        "33.4* without kernels for wide convolutions, 55.7* before mixed precision; 74* in PyTorch 2.11, the best of "
-        "`vmap`, `torch.compile` and CUDA graphs",
+        "33.4* without kernels for wide convolutions, 55.7* before mixed precision",
     ),
+    "resnet, tf32": ("the same, factors in TF32", ""),
     "gpt, bfloat16": (
         "GPT of 4.2 million parameters, 128 tokens, 20 clients x 5 steps x 8, bfloat16",
-        "24.9* without kernels for attention and norms, 33.0* before mixed precision; 81* in PyTorch 2.11, 68* with "
-        "TF32, the best of the same",
+        "24.9* without kernels for attention and norms, 33.0* before mixed precision",
     ),
+    "gpt, tf32": ("the same, factors in TF32", ""),
     "lstm, lanes": (
         "LSTM, 20 clients x 3 steps x 10 x 80 characters",
         "11.0* with XLA's loop, 17* with JAX's own transpose",
@@ -96,6 +97,23 @@ GPU_ROWS = {  # row of h200.json: (name in the table, compared with); {NAME} is 
         "LSTM, nine client learning rates in a sweep of whole runs (`benchmarks/sweep.py --models lstm`)",
         "27.9* for one run (2.3x), 251* for nine",
     ),
+}
+AGAINST = {  # network of gpu_torch.py: name in the table, and the row of this library in bfloat16
+    "cnn": ("emnist-cnn", "cnn, 100 lanes, bfloat16"),
+    "resnet": ("ResNet-18", "resnet, bfloat16"),
+    "gpt": ("GPT", "gpt, bfloat16"),
+}
+WAYS = {"graph": "CUDA graphs", "vmap": "`vmap`", "compiled": "`vmap` and `torch.compile`"}
+LORA_ROWS = {
+    "lora, bfloat16": "fedbraid",
+    "lora, bfloat16, remat": 'fedbraid, `engine.remat = "layers"`',
+    "torch lora": "PyTorch, one client after the other",
+    "torch lora compiled": "the same with `torch.compile`",
+}
+TASKS = {
+    "femnist": "FEMNIST, CNN, 10 writers a round, 500 rounds",
+    "shakespeare": "Shakespeare, LSTM, 20 roles a round, 300 rounds",
+    "cifar10": "CIFAR-10, ResNet-18, 10 of 100 clients, 200 rounds",
 }
 
 
@@ -199,12 +217,26 @@ def check(path: Path, workloads: list[str], new: Path | None) -> int:
 
 def take_gpu(report: dict[str, Any], path: Path = GPU) -> None:
     """Write the numbers of a run of gpu.py into its file; rows that were not measured keep their numbers and date."""
-    about = record.about() | {"machine": report["device"], "jax": report["jax"]}
-    rows = dict(read(path).get("rows", {}))
+    about, old = record.about() | {"machine": report["device"], "jax": report["jax"]}, read(path)
+    rows = dict(old.get("rows", {}))
     for name, one in report.items():
         if isinstance(one, dict):
             rows[name] = one | stamp(about)
-    write(path, {"about": about, "rows": rows})
+    write(path, old | {"about": about, "rows": rows})
+
+
+def take_runs(files: list[Path], path: Path = GPU) -> None:
+    """Write the results of precision.py and fl_simulator.py, files of JSON lines, into the file of the GPU."""
+    from precision import compared
+
+    old, when_ = read(path), stamp(record.about())
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    tasks = {task: one | when_ for task, one in compared([line for line in lines if '"task"' in line]).items()}
+    runs = {one["method"]: one | when_ for one in map(json.loads, lines) if "method" in one}
+    write(
+        path,
+        old | {"precision": old.get("precision", {}) | tasks, "fl_simulator": old.get("fl_simulator", {}) | runs},
+    )
 
 
 def slower_rows(old: dict[str, Any], report: dict[str, Any], *, allowed: float = SLOWER_GPU) -> list[str]:
@@ -216,7 +248,7 @@ def slower_rows(old: dict[str, Any], report: dict[str, Any], *, allowed: float =
     """
     found = []
     for name, one in report.items():
-        before = old.get(name, {}).get("seconds")
+        before = old.get(name, {}).get("seconds") if isinstance(one, dict) and "torch" not in name else None
         if before is not None and one["seconds"] > (1 + allowed) * before:
             where = f"{old[name]['commit']} ({old[name]['date']})"
             share = one["seconds"] / before - 1
@@ -326,6 +358,68 @@ def gpu_table(found: dict[str, Any]) -> str:
     return record.markdown(["", "ms a round", "measured", "compared with"], rows)
 
 
+def against_table(found: dict[str, Any]) -> str:
+    """Milliseconds a round here and in PyTorch's ways."""
+    rows, lines = found["rows"], []
+    for network, (label, own) in AGAINST.items():
+        cells, best = [], float("inf")
+        for way in WAYS:
+            times = {how: rows.get(f"torch {network} {way}, {how}", {}).get("seconds") for how in ("bfloat16", "tf32")}
+            known = {how: seconds for how, seconds in times.items() if seconds is not None}
+            best = min([best, *known.values()])
+            cells.append(", ".join(f"{1e3 * s:.1f}{' (TF32)' if how == 'tf32' else ''}" for how, s in known.items()))
+        if best < float("inf"):
+            ours = rows[own]["seconds"]
+            lines.append([label, f"{1e3 * ours:.1f}", *cells, f"{best / ours:.1f}x", when(rows[own])])
+    heads = ["ms a round, bfloat16", "fedbraid", *(f"PyTorch, {way}" for way in WAYS.values())]
+    return record.markdown([*heads, "its best over fedbraid", "measured"], lines)
+
+
+def lora_table(found: dict[str, Any]) -> str:
+    """LoRA on the shapes of SmolLM2-135M: time and memory."""
+    lines = []
+    for name, label in LORA_ROWS.items():
+        one = found["rows"].get(name)
+        if one is None:
+            continue
+        cells = [f"{1e3 * one['seconds']:.0f}", f"{one['tokens_per_second']:,.0f}", f"{one['peak'] / 1e9:.2f}"]
+        multiple = f"{one['peak'] / (one['base'] + one['activations']):.2f}" if "base" in one else ""
+        sent = f"{one['up_per_client'] / 1e6:.2f}" if "up_per_client" in one else ""
+        lines.append([label, *cells, multiple, sent, when(one)])
+    heads = ["LoRA, bfloat16", "ms a round", "tokens a second", "peak memory, GB", "over base and activations"]
+    return record.markdown([*heads, "MB sent up by a client", "measured"], lines)
+
+
+def accuracy_table(found: dict[str, Any]) -> str:
+    """Accuracy with bfloat16 and with float32."""
+    lines = [
+        [
+            label,
+            f"{one['float32']:.2f}",
+            f"{one['bfloat16']:.2f}",
+            f"{one['difference']:+.2f} ({one['error']:.2f})",
+            one["seeds"],
+            when(one),
+        ]
+        for task, label in TASKS.items()
+        if (one := found.get("precision", {}).get(task)) is not None
+    ]
+    heads = ["accuracy, %", "float32", "bfloat16", "difference (standard error)", "seeds", "measured"]
+    return record.markdown(heads, lines)
+
+
+def fl_simulator_table(found: dict[str, Any]) -> str:
+    """Accuracies in FL-Simulator's setting."""
+    lines = []
+    for method, one in found.get("fl_simulator", {}).items():
+        curve = {int(at): score for at, score in one["accuracy"].items()}
+        some = [f"{curve[at]:.1f}" if at in curve else "" for at in (100, 200, 300, 400, 600)]
+        seconds = one["seconds_per_round"]
+        lines.append([method, *some, f"{one['published_after_1000']:.2f}", f"{seconds:.3f}", when(one)])
+    heads = ["accuracy, % after round", "100", "200", "300", "400", "600", "published after 1,000"]
+    return record.markdown([*heads, "seconds a round", "measured"], lines)
+
+
 def programs_table(found: dict[str, Any]) -> str:
     """Kernels, bytes and memory of programs that were compiled for a GPU, without one."""
     rows = []
@@ -346,6 +440,9 @@ def page(text: str) -> str:
     text = record.between(text, "two cores", cpu_tables(read(CPU)))
     text = record.between(text, "one core", eager_table(read(CPU)))
     text = record.between(text, "programs", programs_table(read(PROGRAMS)))
+    for name, table in (("torch", against_table), ("lora", lora_table), ("accuracy", accuracy_table)):
+        text = record.between(text, name, table(read(GPU)))
+    text = record.between(text, "fl-simulator", fl_simulator_table(read(GPU)))
     return record.between(text, "h200", gpu_table(read(GPU)))
 
 
@@ -355,6 +452,9 @@ def main() -> int:
     what.add_argument("--measure", nargs="?", const=CPU, type=Path, metavar="FILE")
     what.add_argument("--check", nargs="?", const=CPU, type=Path, metavar="FILE")
     what.add_argument("--page", action="store_true")
+    what.add_argument(
+        "--take", nargs="+", type=Path, metavar="FILE", help="results of precision.py and fl_simulator.py"
+    )
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS))
     parser.add_argument("--new", type=Path, help="with --check: write the new numbers there")
     parser.add_argument("--peers", help="folder of the peers' environments, see speed.py")
@@ -363,6 +463,9 @@ def main() -> int:
     if given.page:
         PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
         PICTURE.write_text(picture(read(CPU)), encoding="utf-8")
+        return 0
+    if given.take:
+        take_runs(given.take)
         return 0
     if given.check:
         return check(given.check, given.workloads or list(FAST), given.new)

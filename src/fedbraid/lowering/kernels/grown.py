@@ -53,7 +53,7 @@ def empty(shape: tuple[int, ...], dtype: Any) -> Array:
 
 
 def inner(x: Array, left: Array, count: Array, tiles: Tiles | None = None) -> tuple[Array, Array]:
-    """``x left'`` of x [b, d] with the first ``count`` rows of left, as summands [S, b, R]; zero for the other rows.
+    """``x left'`` of x [b, d] with the first ``count`` rows of left, as summands [S, b, R]. The rest is uninitialised.
 
     Also returns left with x written in place after its first ``count`` rows. Rows beyond the buffer are dropped.
     """
@@ -93,7 +93,7 @@ def _inner_kernel(count_ref, x_ref, left_ref, out_ref, new_ref, *, t: Tiles, b: 
 
     zero = jnp.zeros((batch.shape[0], t.rows), jnp.float32)
     total = lax.fori_loop(0, blocks * lax.clamp(0, count - block * t.rows, 1), meet, zero)
-    store(out_ref, batch, rows, b, height, total, at=(share,))
+    store(out_ref, batch, rows, b, jnp.minimum(count, height), total, at=(share,))
     lax.fori_loop(0, blocks * lax.clamp(0, block + 1 - -(-height // t.rows), 1), write, None)
 
 

@@ -71,7 +71,7 @@ def store(
     rows: Array,
     columns: Array,
     height: int | Array,
-    width: int,
+    width: int | Array,
     values: Array,
     *,
     at: tuple[Any, ...] = (),
@@ -82,7 +82,7 @@ def store(
     gpu.store(ref.at[(*at, rows, columns)], values.astype(ref.dtype), mask=None if whole else inside)
 
 
-def _places(rows: Array, columns: Array, height: int | Array, width: int) -> tuple[Array, Array, Array]:
+def _places(rows: Array, columns: Array, height: int | Array, width: int | Array) -> tuple[Array, Array, Array]:
     shape = (rows.shape[0], columns.shape[0])
     inside = jnp.broadcast_to((rows < height)[:, None] & (columns < width)[None, :], shape)
     return jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape), inside
