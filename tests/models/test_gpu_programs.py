@@ -1,7 +1,7 @@
 """The programs of benchmarks/gpu.py and benchmarks/users.py, traced as for an NVIDIA GPU on any machine.
 
 Nothing runs here. A GPU's times depend on which rewrites apply, so these are asserted: fused convolutions, matrices
-that are stored as rows, kernels of the recurrence.
+that are stored as rows, kernels of the recurrence, weights that are updated where their gradient is computed.
 """
 
 import equinox as eqx
@@ -97,7 +97,8 @@ def test_so_does_a_users_network(precision):
 def test_the_lstm_runs_its_recurrence_in_kernels(compute, precision):
     data = client(30, x=((80,), jnp.int32), y=((80,), jnp.int32))
     found = explained(models.char_lstm(90, compute=compute), data, clients=20, batch=10, precision=precision)
-    assert found.kernels["train"] == ["lstm_backwards x 1", "lstm_forwards x 1"]
+    updates = ["add_scaled x 1"] if precision == "bfloat16" else []  # biases are updated together
+    assert found.kernels["train"] == [*updates, "lstm_backwards x 1", "lstm_forwards x 1"]
     assert found.grown() == []
     assert all("whole, too small" in line for line in found.matrices["train"])
 
@@ -110,6 +111,7 @@ def resnet(precision):
 def test_the_resnet_normalises_and_convolves_in_kernels_and_stores_values_narrow():
     found = resnet("bfloat16")
     assert found.kernels["train"] == [
+        "add_scaled x 2",  # scales and shifts of norms, in two groups
         "convolution x 20",  # strides, windows of 1 x 1 and 512 channels included
         "convolution_images x 19",  # the first layer needs no gradient of its images
         "convolution_kernel_gradient x 20",
@@ -138,8 +140,10 @@ def test_the_gpt_attends_normalises_and_activates_in_kernels():
     assert found.kernels["train"] == [
         "activation x 4",
         "activation_back x 4",
+        "add_product x 17",  # every matrix, with the product that is its gradient
         "add_row_norm x 8",
         "add_row_norm_back x 8",
+        "add_scaled x 2",
         "attention_back_with_bias x 4",
         "attention_with_bias x 4",
         "log_sum_exp x 1",

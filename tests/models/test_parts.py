@@ -307,9 +307,10 @@ BLOCKS = {
     "row_norm": 1,
     "row_norm_back": 1,
     "log_sum_exp": 1,
+    "activation": 2,
     "activation_back": 2,
 }
-ONE = {"attention": 1, "attention_back": 1, "activation_back": 1, "row_norm": 1, "row_norm_back": 1}
+ONE = {"attention": 1, "attention_back": 1, "activation": 1, "activation_back": 1, "row_norm": 1, "row_norm_back": 1}
 RESIDUAL = {"add_row_norm": 3, "add_row_norm_back": 3}
 FOUND = {
     "by hand": (written_by_hand, with_bias(BLOCKS) | RESIDUAL),

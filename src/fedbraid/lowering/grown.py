@@ -31,6 +31,7 @@ from fedbraid.lowering.halves import rounded_leaves, run_rounded
 from fedbraid.lowering.options import Matrices
 from fedbraid.lowering.rows import Rows, Site, upright
 from fedbraid.lowering.symbolic import Leaf, Pair, Sum, follow_step, run_step, value_of
+from fedbraid.lowering.updates import find_updates, opened
 
 __all__ = ["Extent", "Growth", "extent_of", "grow"]
 
@@ -127,7 +128,10 @@ def grow(
             return Growth(tree, sites, partial(run_step, step, sites), whole)
         candidates = {i: candidates[i] for i in found}  # rejected matrices are now whole, and may use one of these
     halves = tuple(i for i in rounded_leaves(step, 2) if _is_heavy(avals[i], extent))
-    return Growth(tree, (), partial(run_rounded, step, halves) if halves else plainly, whole, halves)
+    if not halves:
+        return Growth(tree, (), plainly, whole)
+    step = opened(step)
+    return Growth(tree, (), partial(run_rounded, step, halves, find_updates(step, 2, halves)), whole, halves)
 
 
 def _shared(opening: ClosedJaxpr) -> dict[int, Array]:

@@ -13,6 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
+from fedbraid.lowering.updates import Updates
+
 __all__ = ["rounded_leaves", "run_rounded"]
 
 Array = Any
@@ -37,7 +39,13 @@ def rounded_leaves(step: ClosedJaxpr, before: int) -> list[int]:
 
 
 def run_rounded(
-    step: ClosedJaxpr, halves: tuple[int, ...], slot: Array, k: Array, leaves: list[Array], rows: tuple[Any, ...] = ()
+    step: ClosedJaxpr,
+    halves: tuple[int, ...],
+    updates: Updates,
+    slot: Array,
+    k: Array,
+    leaves: list[Array],
+    rows: tuple[Any, ...] = (),
 ) -> tuple[list[Array], tuple[Any, ...]]:
     """A step on leaves that are followed by the copies in bfloat16 of the leaves ``halves``."""
     count = len(leaves) - len(halves)
@@ -49,6 +57,8 @@ def run_rounded(
         return atom.val if isinstance(atom, Literal) else known[atom]
 
     for equation in step.jaxpr.eqns:
+        if updates.replaced.issuperset(equation.outvars):
+            continue
         source = equation.invars[0] if equation.invars else None
         if _is_rounding(equation) and not isinstance(source, Literal) and source in copies:
             known[equation.outvars[0]] = copies[source]
@@ -57,5 +67,6 @@ def run_rounded(
         results = equation.primitive.bind(*map(read, equation.invars), **params)
         results = results if equation.primitive.multiple_results else [results]
         known.update(zip(equation.outvars, results, strict=True))
-    new = [read(atom) for atom in step.jaxpr.outvars]
-    return new + [new[i].astype(jnp.bfloat16) for i in halves], rows
+    changed, rounded = updates.run(read, leaves)
+    new = [changed[i] if i in changed else read(atom) for i, atom in enumerate(step.jaxpr.outvars)]
+    return new + [rounded[i] if i in rounded else new[i].astype(jnp.bfloat16) for i in halves], rows
