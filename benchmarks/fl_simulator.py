@@ -109,8 +109,9 @@ def run(
     precision: str,
     every: int,
     epochs: int = 5,
-    until: float = float("inf"),
+    seconds: float = float("inf"),
 ) -> dict:
+    """A run, and its accuracies. ``seconds``: when it ends, counted from its first rounds on."""
     model = models.resnet18_gn(CLASSES, image=(32, 32, 3), stem="large")
 
     def loss(params, batch, key):
@@ -125,7 +126,7 @@ def run(
         await_turn()  # after the first rounds, so the program is compiled
         stamps.append((time.perf_counter(), now.round))
         print(f"\r{name} seed {seed}: round {now.round}", end="", file=sys.stderr, flush=True)
-        return time.perf_counter() > until
+        return stamps[-1][0] - stamps[0][0] > seconds
 
     result = fb.simulate(
         method(name, loss, epochs),
@@ -170,7 +171,7 @@ def main() -> None:
         data = federation(x, y, seed)
         for name in given.methods:
             options = {"rounds": given.rounds, "precision": given.precision, "every": given.every}
-            found = run(name, data, seed=seed, until=time.perf_counter() + given.seconds, **options)
+            found = run(name, data, seed=seed, seconds=given.seconds, **options)
             print("\r" + json.dumps(found), flush=True)
             if given.out:
                 with given.out.open("a") as file:

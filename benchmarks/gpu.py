@@ -14,10 +14,10 @@
 - floors: copy bandwidth and rate of matrix products of the GPU, measured in the same run
 
 ``--published`` measures the rows of docs/benchmarks.md and LoRA (lora.py), ``--against torch`` also PyTorch's best ways
-for cnn, resnet and gpt (gpu_torch.py) and for LoRA. Each is a process of its own: all of them compile at the same time,
-and are timed one after the other. ``--out`` writes the numbers into FILE (default: benchmarks/results/h200.json), from
-which docs/benchmarks.md is made (`published.py --page`). ``--check`` compares with FILE: it names rows that are more
-than 5% slower, and fails if there are any.
+for cnn, resnet and gpt (gpu_torch.py) and for LoRA. Each is a process of its own: several compile at the same time, and
+all others are paused while one is timed. ``--out`` writes the numbers into FILE (default: benchmarks/results/h200.json),
+from which docs/benchmarks.md is made (`published.py --page`). ``--check`` compares with FILE: it names rows that are
+more than 5% slower, and fails if there are any.
 
 Times are medians over portions of rounds after the first, which compiles. The masked share is the share of steps whose
 results are discarded.
@@ -277,7 +277,7 @@ def published_programs(torch: bool) -> dict[str, list[str]]:
     return programs
 
 
-def published(torch: bool, only: list[str] | None, compiling: float, out: Path | None) -> dict:
+def published(torch: bool, only: list[str] | None, together: int, compiling: float, out: Path | None) -> dict:
     """The published rows, measured in turn. ``only``: programs whose name has one of these words.
 
     out: a file that gets each row as soon as it is measured.
@@ -287,7 +287,7 @@ def published(torch: bool, only: list[str] | None, compiling: float, out: Path |
     programs = published_programs(torch)
     wanted = {name: command for name, command in programs.items() if not only or any(word in name for word in only)}
     report: dict = {}
-    for name, said in measure_in_turn(wanted, compiling=compiling):
+    for name, said in measure_in_turn(wanted, together=together, compiling=compiling):
         try:
             last = json.loads(said.strip().splitlines()[-1])
         except (json.JSONDecodeError, IndexError):
@@ -330,10 +330,11 @@ def main() -> int:
     parser.add_argument("--row", help="run only the measurement of exactly this name")
     parser.add_argument("--against", choices=["torch"])
     parser.add_argument("--published", action="store_true", help="the published rows, each in a process of its own")
+    parser.add_argument("--together", type=int, default=8, help="how many of them compile at a time")
     parser.add_argument("--compiling", type=float, default=400, help="seconds until all of them must have compiled")
     options = parser.parse_args()
     if options.published or options.against:
-        report = published(options.against is not None, options.only, options.compiling, options.out)
+        report = published(options.against is not None, options.only, options.together, options.compiling, options.out)
     else:
         report = measured(options)
     if options.json:

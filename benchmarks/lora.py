@@ -11,8 +11,8 @@ Weights are random (of the same shapes as SmolLM2's: 134,515,008), because only 
   attention and AdamW; TF32, or bfloat16 by autocast with the base stored in bfloat16; eager and with torch.compile
 
 Peak memory is that of the allocator. "activations" is what the gradient of one step of all clients at once keeps in
-memory besides its arguments and results, by the compiler. The ratio is peak / (base + activations). All variants
-compile at the same time and are timed one after the other. On a CPU, --small uses a Llama of 2 layers.
+memory besides its arguments and results, by the compiler. The ratio is peak / (base + activations). Variants
+compile at the same time, and all others are paused while one is timed. On a CPU, --small uses a Llama of 2 layers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from turns import await_turn, measure_in_turn
+from turns import await_turn, end_turn, measure_in_turn
 
 SHAPES = {"vocab": 49_152, "layers": 30, "width": 576, "heads": 9, "kv_heads": 3, "hidden": 1536, "theta": 1e5}
 SMALL = {"vocab": 512, "layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "hidden": 96, "theta": 1e4}
@@ -100,6 +100,7 @@ def ours(options, precision, remat: bool) -> dict:
     result = simulated(options, work, precision, progress)
     spans = [(b[0] - a[0]) / (b[1] - a[1]) for a, b in pairwise(stamps[1:] if len(stamps) > 2 else stamps)]
     seconds = statistics.median(spans)
+    end_turn()
     stats = jax.devices()[0].memory_stats() or {}
     step, arguments = gradient(options, work, precision)
     used = step.lower(*arguments).compile().memory_analysis()
