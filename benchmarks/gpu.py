@@ -15,7 +15,7 @@
 
 ``--published`` measures the rows of docs/benchmarks.md and LoRA (lora.py), ``--against torch`` also PyTorch's best ways
 for cnn, resnet and gpt (gpu_torch.py) and for LoRA. Each is a process of its own: several compile at the same time, and
-all others are paused while one is timed. ``--out`` writes the numbers into FILE (default: benchmarks/results/h200.json),
+all others are paused while one is timed. ``--out`` writes the numbers into FILE (benchmarks/results/h200.json),
 from which docs/benchmarks.md is made (`published.py --page`). ``--check`` compares with FILE: it names rows that are
 more than 5% slower, and fails if there are any.
 
