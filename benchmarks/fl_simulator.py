@@ -21,9 +21,11 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +35,7 @@ import optax
 import fedbraid as fb
 from fedbraid import models
 from fedbraid.algorithms.schedules import over_rounds
-from turns import await_turn
+from turns import await_turn, end_turn
 
 CLIENTS, EXAMPLES, TESTS, CLASSES, ALPHA = 100, 500, 10_000, 10, 0.3
 MEAN, DEVIATION = np.array([0.491, 0.482, 0.447], np.float32), np.array([0.247, 0.243, 0.262], np.float32)
@@ -110,8 +112,14 @@ def run(
     every: int,
     epochs: int = 5,
     seconds: float = float("inf"),
+    timed: float = float("inf"),
+    each: Callable[[dict], None] = lambda _: None,
 ) -> dict:
-    """A run, and its accuracies. ``seconds``: when it ends, counted from its first rounds on."""
+    """A run: its accuracies, and the median time of a round.
+
+    seconds: it ends this long after its first rounds. timed: seconds in which it has the GPU for itself, if it shares
+    the GPU with other programs. each: gets the result so far after each evaluation.
+    """
     model = models.resnet18_gn(CLASSES, image=(32, 32, 3), stem="large")
 
     def loss(params, batch, key):
@@ -120,15 +128,37 @@ def run(
     def metrics(params, batch):
         return model.metrics(params, batch | {"x": scaled(batch["x"])})
 
-    stamps = []
+    stamps, curve = [], {}
 
-    def progress(now) -> bool:
+    def found() -> dict:
+        own = [stamp for stamp in stamps if stamp[0] - stamps[0][0] <= timed]
+        spans = [(b[0] - a[0]) / (b[1] - a[1]) for a, b in pairwise(own[1:]) if b[1] > a[1]]
+        return {
+            "method": name,
+            "seed": seed,
+            "precision": precision,
+            "rounds": stamps[-1][1],
+            "seconds_per_round": round(statistics.median(spans), 4) if spans else None,
+            "accuracy": curve,
+            "published_after_1000": PUBLISHED[name],
+        }
+
+    def progress(now: Any) -> bool:
         await_turn()  # after the first rounds, so the program is compiled
+        last = stamps[-1][1] if stamps else 0
         stamps.append((time.perf_counter(), now.round))
         print(f"\r{name} seed {seed}: round {now.round}", end="", file=sys.stderr, flush=True)
-        return stamps[-1][0] - stamps[0][0] > seconds
+        new = {int(row["round"]): row.get("test_accuracy") for row in now.since(last)}
+        new = {at: round(100 * float(score), 2) for at, score in new.items() if score is not None}
+        curve.update(new)
+        if new:
+            each(found())
+        passed = stamps[-1][0] - stamps[0][0]
+        if passed > timed:
+            end_turn()
+        return passed > seconds
 
-    result = fb.simulate(
+    fb.simulate(
         method(name, loss, epochs),
         model.init(jax.random.key(seed)),
         data,
@@ -140,19 +170,7 @@ def run(
         on_progress=progress,
         precision=precision,
     )
-    seen = result.evaluations
-    scores = zip(seen.get("round", ()), seen.get("test_accuracy", ()), strict=True)  # none if it was stopped before
-    curve = {int(at): round(100 * float(value), 2) for at, value in scores}
-    spans = [(b[0] - a[0]) / (b[1] - a[1]) for a, b in pairwise(stamps[1:]) if b[1] > a[1]]
-    return {
-        "method": name,
-        "seed": seed,
-        "precision": precision,
-        "rounds": stamps[-1][1],
-        "seconds_per_round": round(statistics.median(spans), 4) if spans else None,
-        "accuracy": curve,
-        "published_after_1000": PUBLISHED[name],
-    }
+    return found()
 
 
 def main() -> None:
@@ -164,18 +182,25 @@ def main() -> None:
     parser.add_argument("--precision", default="bfloat16")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end each run after this time")
-    parser.add_argument("--out", type=Path, help="a file for one line of JSON per run")
+    parser.add_argument("--out", type=Path, help="a file for one line of JSON per run, written after each evaluation")
+    parser.add_argument("--timed", type=float, default=float("inf"), help="seconds alone on a shared GPU, see turns.py")
     given = parser.parse_args()
+    ended: list[dict] = []
+
+    def keep(*now: dict) -> None:
+        if given.out:
+            given.out.write_text("".join(json.dumps(one) + "\n" for one in (*ended, *now)))
+
     x, y = read(given.data)
     for seed in given.seeds:
         data = federation(x, y, seed)
         for name in given.methods:
             options = {"rounds": given.rounds, "precision": given.precision, "every": given.every}
-            found = run(name, data, seed=seed, seconds=given.seconds, **options)
+            options |= {"seconds": given.seconds, "timed": given.timed, "each": keep}
+            found = run(name, data, seed=seed, **options)
             print("\r" + json.dumps(found), flush=True)
-            if given.out:
-                with given.out.open("a") as file:
-                    file.write(json.dumps(found) + "\n")
+            ended.append(found)
+            keep()
 
 
 if __name__ == "__main__":
