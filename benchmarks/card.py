@@ -92,7 +92,8 @@ def as_on_a_card() -> Iterator[None]:
     here = {name: getattr(kernels, name) for name in there}
     _set(there)
     try:
-        yield
+        with kernels.lowered_for():
+            yield
     finally:
         _set(here)
 

@@ -14,7 +14,7 @@ from jax import export, lax
 from fedbraid import models
 from fedbraid.lowering import kernels
 from fedbraid.lowering import operations as layers
-from fedbraid.lowering.kernels import activated, convolution, grown, recurrence
+from fedbraid.lowering.kernels import activated, convolution, grown, recurrence, updates
 from fedbraid.lowering.kernels.convolution import Geometry, convolve
 from fedbraid.lowering.rewrite import explain_function, fast_convolutions
 from fedbraid.models import lstm
@@ -406,7 +406,7 @@ def test_no_kernel_runs_on_a_cpu():
 
 
 def test_kernels_lower_for_a_gpu(monkeypatch):
-    for module in (activated, convolution, grown, recurrence):
+    for module in (activated, convolution, grown, recurrence, updates):
         monkeypatch.setattr(module, "interpreted", lambda: False)
     geometry = Geometry((3, 3), (2, 2), low=(1, 1), out=(4, 4))
 
@@ -431,6 +431,11 @@ def test_kernels_lower_for_a_gpu(monkeypatch):
         sums = jax.vmap(lambda lane: grown.total(left, left, lane, lane))(count)
         return meets, jax.vmap(grown.outer)(x, h, left, count), sums, grown.empty((3,), x.dtype)
 
+    def updates_step(w, x, y, vectors):
+        new = jax.vmap(updates.add_product)(w, x, y, vectors[:, 0])
+        few = jax.vmap(lambda a, b: updates.add_scaled([a, b], [(b, 0, 0.5), (a, 0, -0.5)]))(vectors, vectors)
+        return new, few
+
     half = jnp.bfloat16
 
     def shape(*sizes, dtype=jnp.float32):
@@ -441,6 +446,7 @@ def test_kernels_lower_for_a_gpu(monkeypatch):
         (convolution_step, (shape(2, 3, 8, 8, 64, dtype=half), shape(2, 3, 3, 64, 256, dtype=half))),
         (layer_step, (shape(2, 3, 8, 8, 32), shape(2, 289, 64))),
         (layer_step, (shape(2, 3, 8, 8, 32, dtype=jnp.bfloat16), shape(2, 289, 64))),
+        (updates_step, (shape(2, 90, 70), shape(2, 40, 90, dtype=half), shape(2, 40, 70, dtype=half), shape(2, 5))),
         (lstm_step, (shape(2, 9, 4, 64), shape(2, 16, 64, dtype=jnp.bfloat16), shape(2, 9, 4, 16))),
     ]
     for dtype in (jnp.float32, jnp.bfloat16):
@@ -448,5 +454,6 @@ def test_kernels_lower_for_a_gpu(monkeypatch):
         programs.append((grown_step, (*arrays, shape(2, dtype=jnp.int32))))
     custom = [export.DisabledSafetyCheck.custom_call(name) for name in ("xla.gpu.triton", "__gpu$xla.gpu.triton")]
     for program, shapes in programs:
-        exported = export.export(jax.jit(program), platforms=["cuda"], disabled_checks=custom)(*shapes)
+        with kernels.lowered_for():
+            exported = export.export(jax.jit(program), platforms=["cuda"], disabled_checks=custom)(*shapes)
         assert "triton" in exported.mlir_module()

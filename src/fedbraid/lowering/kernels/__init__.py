@@ -6,13 +6,15 @@ need it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-__all__ = ["available", "interpreted", "platform", "precision", "stored"]
+__all__ = ["available", "interpreted", "lowered_for", "platform", "precision", "stored"]
 
 EXACT, HALF = ("float32", "highest", "F32_F32_F32"), ("bfloat16", "BF16_BF16_F32")
 OLDEST = 8.0  # compute capability: tensor cores that take float32 as TF32
@@ -43,6 +45,20 @@ def _recent() -> bool:
 def interpreted() -> bool:
     """Whether kernels run in Pallas' interpret mode: on a CPU, for tests."""
     return jax.default_backend() == "cpu"
+
+
+@contextmanager
+def lowered_for(kind: str = "NVIDIA H200") -> Iterator[None]:
+    """Programs with kernels that are traced here can be lowered for this GPU on a machine without one.
+
+    jax 0.11 asks for the GPU when it lowers a kernel, earlier versions do not.
+    """
+    if jax.__version_info__ < (0, 11):
+        yield
+        return
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        yield
 
 
 def precision() -> Literal["exact", "default", "bfloat16"]:
