@@ -91,7 +91,7 @@ def test_on_a_gpu_transformers_run_in_kernels(rate, monkeypatch):
     attention = (
         ["attention", "attention_back"] if rate == 0 else ["attention_with_dropout", "attention_back_with_dropout"]
     )
-    names = [*attention, "activation_back", "log_sum_exp", "row_norm", "row_norm_back"]
+    names = [*attention, "activation", "activation_back", "log_sum_exp", "row_norm", "row_norm_back"]
     twice = ["add_row_norm x 2", "add_row_norm_back x 2"]
     assert found.kernels["train"] == sorted([f"{name} x 1" for name in names] + twice)
 

@@ -222,7 +222,8 @@ def test_on_a_gpu_they_run_in_the_kernels_of_our_own_models(networks, monkeypatc
 
 def one_block(attention="", *, norms=2, biased=True):
     """The kernels of a block and the loss. ``norms``: those that follow a residual connection."""
-    names = [f"attention{attention}", f"attention_back{attention}", "log_sum_exp", *["activation_back"] * biased]
+    activation = ["activation", "activation_back"] if biased else []
+    names = [f"attention{attention}", f"attention_back{attention}", "log_sum_exp", *activation]
     counts = Counter(names) + Counter({"add_row_norm": norms, "add_row_norm_back": norms})
     return counts + Counter({"row_norm": 1, "row_norm_back": 1})
 
