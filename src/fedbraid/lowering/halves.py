@@ -57,7 +57,7 @@ def run_rounded(
         return atom.val if isinstance(atom, Literal) else known[atom]
 
     for equation in step.jaxpr.eqns:
-        if updates.replaced.issuperset(equation.outvars):
+        if not updates.replaced.isdisjoint(equation.outvars):
             continue
         source = equation.invars[0] if equation.invars else None
         if _is_rounding(equation) and not isinstance(source, Literal) and source in copies:
