@@ -138,14 +138,14 @@ def test_the_gpt_attends_normalises_and_activates_in_kernels():
     data = client(40, x=((128,), jnp.int32), y=((128,), jnp.int32))
     found = explained(models.gpt(2048, tied=False), data, clients=20, batch=8, precision="bfloat16")
     assert found.kernels["train"] == [
-        "activation x 4",
-        "activation_back x 4",
         "add_product x 17",  # every matrix, with the product that is its gradient
         "add_row_norm x 8",
         "add_row_norm_back x 8",
         "add_scaled x 2",
         "attention_back_with_bias x 4",
         "attention_with_bias x 4",
+        "dense_activation x 4",  # with the product before it
+        "dense_activation_back x 4",
         "log_sum_exp x 1",
         "row_norm x 1",
         "row_norm_back x 1",

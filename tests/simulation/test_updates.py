@@ -144,6 +144,19 @@ def test_other_steps_are_computed_as_they_are_written(as_if_on_a_gpu, advance):
         jax.tree.map(lambda a, b, i=i: np.testing.assert_allclose(a[i], b, rtol=1e-2, atol=1e-4), found, expected)
 
 
+def test_equations_without_results_run(as_if_on_a_gpu):
+    seen = []
+
+    def told(p):
+        new = descend(p, RATE)
+        jax.debug.callback(lambda value: seen.append(float(value)), p["b"][0])
+        return new
+
+    _, clients, _, _ = one_step(told)
+    jax.effects_barrier()
+    assert {float(client["b"][0]) for client in clients} <= set(seen)
+
+
 def test_a_gradient_that_something_else_reads_is_computed():
     def step(w, x, y):
         gradient = jax.lax.dot_general(x, y, (((0,), (0,)), ((), ()))).astype(jnp.float32)

@@ -19,6 +19,7 @@ from fedbraid.lowering.microbatch import HIDDEN, WHOLE, recording_microbatches
 from fedbraid.lowering.options import LoweringOptions
 from fedbraid.lowering.programs import lower
 from fedbraid.lowering.rewrite import recording
+from fedbraid.lowering.smooth import activation_back_p, activation_p
 from fedbraid.lowering.transposable import linear_p
 from fedbraid.notices import notice
 
@@ -147,10 +148,10 @@ def _kernel_names(jaxpr: Jaxpr) -> Iterator[str]:
         if equation.primitive.name == "pallas_call":
             yield str(equation.params["name"])
             continue
-        if equation.primitive is linear_p:
+        if equation.primitive in (linear_p, activation_p, activation_back_p):
             avals: list[Any] = [atom.aval for atom in equation.invars]
             shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-            yield from _kernel_names(jax.make_jaxpr(equation.params["forward"])(*shapes).jaxpr)
+            yield from _kernel_names(jax.make_jaxpr(partial(equation.primitive.impl, **equation.params))(*shapes).jaxpr)
         for value in equation.params.values():
             for part in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(part, ClosedJaxpr | Jaxpr):

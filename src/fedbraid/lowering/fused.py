@@ -20,6 +20,7 @@ from fedbraid.lowering.attending import Attention, Labels, Layout
 from fedbraid.lowering.attention import Given, Heads
 from fedbraid.lowering.patterns import Graph, Node, biased
 from fedbraid.lowering.row_norm import RowNorm
+from fedbraid.lowering.smooth import activation, activation_back
 from fedbraid.lowering.transposable import computed_by, linear
 
 __all__ = [
@@ -118,16 +119,12 @@ def elementwise(function: Callable, x: Array, bias: Array | None = None, *, kern
         return (dx.astype(x.dtype), *rest)
 
     def fast_back(given: tuple, dy: Array) -> tuple:
-        from fedbraid.lowering.kernels.smooth import activation_back
-
         assert kernel is not None
         first, second = (array.reshape(-1, array.shape[-1]) for array in (given[0], dy))
         dx, dbias = activation_back(kernel, first, given[1], second)
         return dx.reshape(dy.shape), dbias
 
     def fast(given: tuple) -> Array:
-        from fedbraid.lowering.kernels.smooth import activation
-
         assert kernel is not None
         return activation(kernel, given[0].reshape(-1, x.shape[-1]), given[1]).reshape(x.shape)
 

@@ -27,6 +27,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from fedbraid.local import Fold
 from fedbraid.lowering import kernels
+from fedbraid.lowering.epilogues import find_epilogues
 from fedbraid.lowering.halves import rounded_leaves, run_rounded
 from fedbraid.lowering.options import Matrices
 from fedbraid.lowering.rows import Rows, Site, upright
@@ -131,7 +132,8 @@ def grow(
     if not halves:
         return Growth(tree, (), plainly, whole)
     step = opened(step)
-    return Growth(tree, (), partial(run_rounded, step, halves, find_updates(step, 2, halves)), whole, halves)
+    run = partial(run_rounded, step, halves, find_updates(step, 2, halves), find_epilogues(step))
+    return Growth(tree, (), run, whole, halves)
 
 
 def _shared(opening: ClosedJaxpr) -> dict[int, Array]:

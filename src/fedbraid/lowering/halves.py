@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
+from fedbraid.lowering.epilogues import Epilogues
 from fedbraid.lowering.updates import Updates
 
 __all__ = ["rounded_leaves", "run_rounded"]
@@ -42,6 +43,7 @@ def run_rounded(
     step: ClosedJaxpr,
     halves: tuple[int, ...],
     updates: Updates,
+    epilogues: Epilogues,
     slot: Array,
     k: Array,
     leaves: list[Array],
@@ -56,8 +58,12 @@ def run_rounded(
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else known[atom]
 
+    replaced = updates.replaced | epilogues.replaced
     for equation in step.jaxpr.eqns:
-        if updates.replaced.issuperset(equation.outvars):
+        if not replaced.isdisjoint(equation.outvars):
+            continue
+        if equation.outvars and equation.outvars[0] in epilogues.at:
+            known.update(epilogues.at[equation.outvars[0]].run(read))
             continue
         source = equation.invars[0] if equation.invars else None
         if _is_rounding(equation) and not isinstance(source, Literal) and source in copies:

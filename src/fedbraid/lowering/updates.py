@@ -11,7 +11,6 @@ bfloat16, and sums are in another order. Leaves that a step changes in any other
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from fedbraid.lowering.equations import Equations
 from fedbraid.lowering.transposable import linear_p
 
 __all__ = ["Updates", "find_updates", "opened"]
@@ -139,25 +139,15 @@ def find_updates(step: ClosedJaxpr, before: int, halves: Sequence[int]) -> Updat
     return _Finder(step, before, halves).updates()
 
 
-class _Finder:
+class _Finder(Equations):
     def __init__(self, step: ClosedJaxpr, before: int, halves: Sequence[int]) -> None:
-        jaxpr = step.jaxpr
-        self.step, self.leaves, self.halves = jaxpr, jaxpr.invars[before:], set(halves)
-        self.made_by = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
-        self.uses = Counter(v for v in jaxpr.outvars if not isinstance(v, Literal))
-        for equation in reversed(jaxpr.eqns):
-            if equation.effects or any(self.uses[v] for v in equation.outvars):  # else its results are not needed
-                self.uses.update(v for v in equation.invars if not isinstance(v, Literal))
-
-    def only(self, atom: Any, *names: str) -> Any:
-        """The equation of one of these names whose result is used here only, or None."""
-        equation = None if isinstance(atom, Literal) else self.made_by.get(atom)
-        return equation if equation is not None and equation.primitive.name in names and self.uses[atom] == 1 else None
+        super().__init__(step.jaxpr)
+        self.leaves, self.halves = self.jaxpr.invars[before:], set(halves)
 
     def updates(self) -> Updates:
         products, scatters, small, replaced = [], [], [], set()
         few: list[tuple[Small, list[Any]]] = []
-        for i, out in enumerate(self.step.outvars):
+        for i, out in enumerate(self.jaxpr.outvars):
             found = self.descent(i, out)
             if found is None:
                 continue
