@@ -25,8 +25,12 @@ class Equations:
         self.made_by: dict[Any, Any] = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
         self.uses = Counter(v for v in jaxpr.outvars if not isinstance(v, Literal))
         for equation in reversed(jaxpr.eqns):
-            if equation.effects or any(self.uses[v] for v in equation.outvars):  # else its results are not needed
+            if self.needed(equation):
                 self.uses.update(v for v in equation.invars if not isinstance(v, Literal))
+
+    def needed(self, equation: Any) -> bool:
+        """Whether a result of the equation is used, or it does something else, such as printing."""
+        return bool(equation.effects) or any(self.uses[v] for v in equation.outvars)
 
     def maker(self, atom: Any, *names: str) -> Any:
         """The equation that computes a value, if its operation has one of these names, or None."""

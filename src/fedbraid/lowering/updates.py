@@ -93,11 +93,15 @@ class Updates:
 def opened(program: ClosedJaxpr) -> ClosedJaxpr:
     """A program that will not be differentiated, with the contents of its calls in place of them.
 
+    Equations whose results are not needed are left out.
+
     >>> program = jax.make_jaxpr(jax.jit(jax.nn.relu))(1.0)
     >>> [equation.primitive.name for equation in opened(program).jaxpr.eqns]
     ['max']
     """
-    return jax.make_jaxpr(lambda *args: _run(program.jaxpr, program.consts, args))(*program.in_avals)
+    whole = jax.make_jaxpr(lambda *args: _run(program.jaxpr, program.consts, args))(*program.in_avals)
+    needed = Equations(whole.jaxpr).needed
+    return ClosedJaxpr(whole.jaxpr.replace(eqns=[e for e in whole.jaxpr.eqns if needed(e)]), whole.consts)
 
 
 def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
