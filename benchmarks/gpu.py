@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py [--json] [--only NAME ...] [--out [FILE]] [--check [FILE]]
     python benchmarks/gpu.py --published [--only NAME ...] [--against torch] [--out [FILE]] [--check [FILE]]
+    python benchmarks/gpu.py --ablate [--only NAME ...]
 
 - cnn: the EMNIST CNN (1,206,590 parameters), 100 clients of equal size x 10 steps x batch 20
 - cnn-ragged: the same with log-normal client sizes (sigma 0.6) of mean 200, cohort 100
@@ -18,6 +19,9 @@ for cnn, resnet and gpt (gpu_torch.py) and for LoRA. Each is a process of its ow
 all others are paused while one is timed. ``--out`` writes the numbers into FILE (benchmarks/results/h200.json),
 from which docs/benchmarks.md is made (`published.py --page`). ``--check`` compares with FILE: it names rows that are
 more than 5% slower, and fails if there are any.
+
+``--ablate`` measures the rows in bfloat16 with all rewrites, and without one at a time (rewrites.py): what each of them
+saves. verify.py checks that the kernels compute what XLA computes.
 
 Times are medians over portions of rounds after the first, which compiles. The masked share is the share of steps whose
 results are discarded.
@@ -40,6 +44,7 @@ import numpy as np
 import fedbraid as fb
 from fedbraid import models
 from fedbraid.lowering.operations import patches
+from rewrites import REWRITES, without
 from turns import await_turn, measure_in_turn
 
 
@@ -93,11 +98,11 @@ def seconds_per_round(make, split, *, rates=None, rounds, **options) -> dict:
     }
 
 
-def cnn(sizes, cohort, **options) -> dict:
+def cnn(sizes, cohort, *, measure=seconds_per_round, **options) -> dict:
     model = models.emnist_cnn(62)
     params = model.init(jax.random.key(0))
     make = lambda lr: fb.fedavg(model.loss, client_lr=lr, batch_size=20, epochs=1)  # noqa: E731
-    return seconds_per_round(make, images(sizes), params=params, cohort=cohort, rounds=60, **options)
+    return measure(make, images(sizes), params=params, cohort=cohort, rounds=60, **options)
 
 
 def resnet(**options) -> dict:
@@ -109,17 +114,17 @@ def gpt(**options) -> dict:
     return _equal_clients(models.gpt(2048, tied=False), texts(np.full(40, 40), 128, 2048), batch=8, **options)
 
 
-def _equal_clients(model, split, *, batch, **options) -> dict:
+def _equal_clients(model, split, *, batch, measure=seconds_per_round, **options) -> dict:
     params = model.init(jax.random.key(0))
     make = lambda lr: fb.fedavg(model.loss, client_lr=lr, batch_size=batch, epochs=1)  # noqa: E731
-    return seconds_per_round(make, split, params=params, cohort=20, rounds=24, plan="lanes", chunk=20, **options)
+    return measure(make, split, params=params, cohort=20, rounds=24, plan="lanes", chunk=20, **options)
 
 
-def lstm(sizes, cohort, *, rates=None, rounds=60, compute="float32", **options) -> dict:
+def lstm(sizes, cohort, *, rates=None, rounds=60, compute="float32", measure=seconds_per_round, **options) -> dict:
     model = models.char_lstm(90, compute=compute)
     params = model.init(jax.random.key(0))
     make = lambda lr: fb.fedavg(model.loss, client_lr=lr, batch_size=10, epochs=1)  # noqa: E731
-    return seconds_per_round(make, texts(sizes), rates=rates, params=params, cohort=cohort, rounds=rounds, **options)
+    return measure(make, texts(sizes), rates=rates, params=params, cohort=cohort, rounds=rounds, **options)
 
 
 def seconds(function, *arguments, repeats: int = 10) -> float:
@@ -277,14 +282,33 @@ def published_programs(torch: bool) -> dict[str, list[str]]:
     return programs
 
 
-def published(torch: bool, only: list[str] | None, together: int, compiling: float, out: Path | None) -> dict:
-    """The published rows, measured in turn. ``only``: programs whose name has one of these words.
+ABLATED = {  # rows, and the rewrites that change their programs
+    "gpt, bfloat16": ("epilogues", "updates", "halves", "attention", "norms", "activations", "kernels"),
+    "resnet, bfloat16": ("updates", "halves", "kernels"),
+    "cnn, 100 lanes, bfloat16": ("rows", "kernels"),
+    "cnn-ragged, 25 lanes, bfloat16": ("rows", "graphs"),
+}
+
+
+def ablated_programs() -> dict[str, list[str]]:
+    """Commands that print a row as JSON: as it is, and without a rewrite."""
+    command = [sys.executable, str(Path(__file__)), "--json", "--row"]
+    programs = {}
+    for row, names in ABLATED.items():
+        programs[row] = [*command, row]
+        programs |= {f"{row}, without {name}": [*command, row, "--without", name] for name in names}
+    return programs
+
+
+def in_turn(
+    programs: dict[str, list[str]], only: list[str] | None, together: int, compiling: float, out: Path | None
+) -> dict:
+    """The rows that programs print, measured in turn. ``only``: programs whose name has one of these words.
 
     out: a file that gets each row as soon as it is measured.
     """
     from published import take_gpu
 
-    programs = published_programs(torch)
     wanted = {name: command for name, command in programs.items() if not only or any(word in name for word in only)}
     report: dict = {}
     for name, said in measure_in_turn(wanted, together=together, compiling=compiling):
@@ -295,9 +319,9 @@ def published(torch: bool, only: list[str] | None, together: int, compiling: flo
             continue
         if isinstance(last, float):  # milliseconds of gpu_torch.py
             last = {"seconds": last / 1e3}
-        elif name in last:
+        elif "device" in last:
             report |= {key: last[key] for key in ("device", "jax")}
-            last = last[name]
+            last = next(row for row in last.values() if isinstance(row, dict))
         report[name] = last
         if out is not None and "device" in report:
             take_gpu(report, out)
@@ -313,7 +337,8 @@ def measured(options: argparse.Namespace) -> dict:
             continue
         if options.row is not None and name != options.row:
             continue
-        report[name] = measure()
+        with without(options.without):
+            report[name] = measure()
         line = ", ".join(f"{k} {v:.4g}" for k, v in report[name].items())
         print(f"{name:24} {line}", flush=True, file=sys.stderr if options.json else sys.stdout)
     return report
@@ -329,12 +354,19 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", help="run only measurements whose name contains one of these words")
     parser.add_argument("--row", help="run only the measurement of exactly this name")
     parser.add_argument("--against", choices=["torch"])
+    parser.add_argument("--without", nargs="+", default=[], choices=list(REWRITES), help="switch rewrites off")
+    parser.add_argument("--ablate", action="store_true", help="rows without one rewrite at a time")
     parser.add_argument("--published", action="store_true", help="the published rows, each in a process of its own")
     parser.add_argument("--together", type=int, default=8, help="how many of them compile at a time")
     parser.add_argument("--compiling", type=float, default=400, help="seconds until all of them must have compiled")
     options = parser.parse_args()
-    if options.published or options.against:
-        report = published(options.against is not None, options.only, options.together, options.compiling, options.out)
+    if (options.without or options.ablate) and (options.out or options.check):
+        parser.error("--without and --ablate measure programs that are not published: omit --out and --check")
+    turns = options.only, options.together, options.compiling, options.out
+    if options.ablate:
+        report = in_turn(ablated_programs(), *turns)
+    elif options.published or options.against:
+        report = in_turn(published_programs(options.against is not None), *turns)
     else:
         report = measured(options)
     if options.json:
