@@ -72,6 +72,8 @@ def between(text: str, name: str, new: str) -> str:
 
 
 def markdown(heads: list[str], rows: list[list[Any]]) -> str:
-    """A table of Markdown."""
+    """A table of Markdown; without rows, a sentence."""
+    if not rows:
+        return "Not measured yet."
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)

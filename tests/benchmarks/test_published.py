@@ -4,6 +4,7 @@ import doctest
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,8 +54,25 @@ def test_every_number_has_a_commit_of_this_repository_and_a_date(published):
     for one in numbers:
         assert len(one["date"]) == 10, one
         assert len(one["commit"].rstrip("+")) >= 7, one
-    assert set(published.GPU_ROWS) <= set(published.read(published.GPU)["rows"])
     assert set(published.LABELS) == set(published.read(published.CPU)["speed"])
+
+
+def test_every_row_of_a_gpu_is_in_a_table_and_is_measured_by_a_program(published):
+    gpu = importlib.import_module("gpu")
+    shown, compared = (
+        {*published.GPU_ROWS, *published.LORA_ROWS},
+        " ".join(text for _, text in published.GPU_ROWS.values()),
+    )
+    shown |= set(re.findall(r"\{(.*?)\}", compared))
+    programs, others = gpu.published_programs(torch=True), {"users, cnn", "torch, cnn", "sweep, lstm"}
+    assert shown - others <= set(programs)
+    assert set(published.read(published.GPU)["rows"]) <= shown | set(programs)
+
+
+def test_a_table_without_numbers_says_so(published):
+    nothing = {"rows": {}, "speed": {}}
+    for table in ("against_table", "lora_table", "accuracy_table", "fl_simulator_table", "gpu_table", "eager_table"):
+        assert getattr(published, table)(nothing) == "Not measured yet."
 
 
 def test_a_slower_machine_is_no_regression_but_a_slower_program_is(published):
