@@ -8,7 +8,7 @@
 - --measure runs speed.py on this machine and writes its numbers into FILE, with commit, date and versions
 - --check measures again and fails if a workload is more than 10% slower than in FILE, relative to a matrix product
   that is timed in the same process. So a slower machine is not a regression. --new writes what was measured
-- --take FILE ... reads results of precision.py and fl_simulator.py, which ran on a GPU
+- --take FILE ... reads results of precision.py and fl_simulator.py, which ran on a GPU or with `--emulate`
 - --page writes the tables of docs/benchmarks.md; `python benchmarks/gpu.py --out` and `--check` do the same on a GPU;
   `python benchmarks/eager.py --torch PYTHON --out` measures one core beside PyTorch's eager mode
 
@@ -111,9 +111,9 @@ LORA_ROWS = {
     "torch lora compiled": "the same with `torch.compile`",
 }
 TASKS = {
-    "femnist": "FEMNIST, CNN, 10 writers a round, 500 rounds",
-    "shakespeare": "Shakespeare, LSTM, 20 roles a round, 300 rounds",
-    "cifar10": "CIFAR-10, ResNet-18, 10 of 100 clients, 200 rounds",
+    "femnist": "FEMNIST, CNN, 10 writers a round",
+    "shakespeare": "Shakespeare, LSTM, 20 roles a round",
+    "cifar10": "CIFAR-10, ResNet-18, 10 of 100 clients",
 }
 
 
@@ -225,18 +225,19 @@ def take_gpu(report: dict[str, Any], path: Path = GPU) -> None:
     write(path, old | {"about": about, "rows": rows})
 
 
-def take_runs(files: list[Path], path: Path = GPU) -> None:
-    """Write the results of precision.py and fl_simulator.py, files of JSON lines, into the file of the GPU."""
+def take_runs(files: list[Path], gpu: Path = GPU, cpu: Path = CPU) -> None:
+    """Write the results of precision.py and fl_simulator.py, files of JSON lines, into the file of their machine."""
     from precision import compared
 
-    old, when_ = read(path), stamp(record.about())
-    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    tasks = {task: one | when_ for task, one in compared([line for line in lines if '"task"' in line]).items()}
-    runs = {one["method"]: one | when_ for one in map(json.loads, lines) if "method" in one}
-    write(
-        path,
-        old | {"precision": old.get("precision", {}) | tasks, "fl_simulator": old.get("fl_simulator", {}) | runs},
-    )
+    when_ = stamp(record.about())
+    rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    runs = {one["method"]: one | when_ for one in rows if "method" in one}
+    for path, here in ((gpu, False), (cpu, True)):
+        tasks = compared([one for one in rows if "task" in one and (one["device"] == "cpu") == here])
+        new = {"precision": {task: one | when_ for task, one in tasks.items()}, "fl_simulator": {} if here else runs}
+        old = read(path)
+        if any(new.values()):
+            write(path, old | {key: old.get(key, {}) | one for key, one in new.items() if one})
 
 
 def slower_rows(old: dict[str, Any], report: dict[str, Any], *, allowed: float = SLOWER_GPU) -> list[str]:
@@ -390,11 +391,13 @@ def lora_table(found: dict[str, Any]) -> str:
     return record.markdown([*heads, "MB sent up by a client", "measured"], lines)
 
 
-def accuracy_table(found: dict[str, Any]) -> str:
+def accuracy_table(*files: dict[str, Any]) -> str:
     """Accuracy with bfloat16 and with float32."""
     lines = [
         [
             label,
+            one["rounds"],
+            "CPU, emulated" if one["device"] == "cpu" else one["device"],
             f"{one['float32']:.2f}",
             f"{one['bfloat16']:.2f}",
             f"{one['difference']:+.2f} ({one['error']:.2f})",
@@ -402,10 +405,11 @@ def accuracy_table(found: dict[str, Any]) -> str:
             when(one),
         ]
         for task, label in TASKS.items()
+        for found in files
         if (one := found.get("precision", {}).get(task)) is not None
     ]
-    heads = ["accuracy, %", "float32", "bfloat16", "difference (standard error)", "seeds", "measured"]
-    return record.markdown(heads, lines)
+    heads = ["accuracy, %", "rounds", "computed on", "float32", "bfloat16", "difference (standard error)", "seeds"]
+    return record.markdown([*heads, "measured"], lines)
 
 
 def fl_simulator_table(found: dict[str, Any]) -> str:
@@ -440,8 +444,9 @@ def page(text: str) -> str:
     text = record.between(text, "two cores", cpu_tables(read(CPU)))
     text = record.between(text, "one core", eager_table(read(CPU)))
     text = record.between(text, "programs", programs_table(read(PROGRAMS)))
-    for name, table in (("torch", against_table), ("lora", lora_table), ("accuracy", accuracy_table)):
+    for name, table in (("torch", against_table), ("lora", lora_table)):
         text = record.between(text, name, table(read(GPU)))
+    text = record.between(text, "accuracy", accuracy_table(read(GPU), read(CPU)))
     text = record.between(text, "fl-simulator", fl_simulator_table(read(GPU)))
     return record.between(text, "h200", gpu_table(read(GPU)))
 
