@@ -21,7 +21,7 @@ __all__ = ["Attention", "Layout", "attention"]
 Labels = tuple[Any, ...]  # of the axes of an array; None is an axis of size 1
 MOVES = ("transpose", "reshape", "broadcast_in_dim", "squeeze", "expand_dims")
 LOW = -1e4  # masked scores are at most this
-SWITCHED: dict[str, Callable] = {  # operations that may be between a boolean and two numbers
+SWITCHED: dict[str, Callable[..., Any]] = {  # operations that may be between a boolean and two numbers
     "select_n": lambda which, *cases: cases[int(which)],
     "convert_element_type": lambda x: x,
     "copy": lambda x: x,

@@ -57,7 +57,7 @@ class Epilogues(NamedTuple):
     """The activations that are computed with the product before them, by their first result."""
 
     at: Mapping[Any, Epilogue] = MappingProxyType({})
-    replaced: frozenset = frozenset()  # results of equations that are not needed
+    replaced: frozenset[Any] = frozenset()  # results of equations that are not needed
 
 
 def find_epilogues(step: ClosedJaxpr) -> Epilogues:

@@ -23,7 +23,7 @@ class Equations:
     def __init__(self, jaxpr: Jaxpr) -> None:
         self.jaxpr: Any = jaxpr
         self.made_by: dict[Any, Any] = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
-        self.uses = Counter(v for v in jaxpr.outvars if not isinstance(v, Literal))
+        self.uses: Counter[Any] = Counter(v for v in jaxpr.outvars if not isinstance(v, Literal))
         for equation in reversed(jaxpr.eqns):
             if self.needed(equation):
                 self.uses.update(v for v in equation.invars if not isinstance(v, Literal))

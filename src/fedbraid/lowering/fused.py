@@ -155,10 +155,12 @@ def _tanh(x: Array) -> Array:
 
 
 _tanh.defjvps(lambda dx, y, x: (1 - y * y) * dx)
-IN_KERNELS: dict[str, Callable] = {"erf": _erf, "erfc": lambda x: 1 - _erf(x), "tanh": _tanh}
+IN_KERNELS: dict[str, Callable[..., Array]] = {"erf": _erf, "erfc": lambda x: 1 - _erf(x), "tanh": _tanh}
 
 
-def region(last: Node, source: Node, instead: Mapping[str, Callable] = MappingProxyType({})) -> Callable:
+def region(
+    last: Node, source: Node, instead: Mapping[str, Callable[..., Array]] = MappingProxyType({})
+) -> Callable[[Array], Array]:
     """The function of single entries that the nodes between ``source`` and ``last`` compute.
 
     instead: functions for some operations, by name.

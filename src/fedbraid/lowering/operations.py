@@ -46,7 +46,7 @@ Array = jax.Array
 Dense = dict[str, Array]
 _later: ContextVar[bool] = ContextVar("fedbraid_convolutions_later", default=False)
 # For matrices with adapters: `product` is ``x @ w``, without a rule for its gradient. Part of the key of jax's caches.
-plain_products = jax.make_user_context(False)
+plain_products: Any = jax.make_user_context(False)
 FEW_ROWS = 16  # up to this batch size, transposing the inputs costs less than it saves
 
 

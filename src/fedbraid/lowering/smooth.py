@@ -54,12 +54,12 @@ def _back(x: Array, bias: Array, dy: Array, *, function: Callable) -> list[Array
 
 
 @activation_p.def_abstract_eval
-def _(x, bias, *, function):
+def _shapes(x: ShapedArray, bias: ShapedArray, *, function: Callable) -> list[ShapedArray]:
     return [ShapedArray(x.shape, x.dtype)]
 
 
 @activation_back_p.def_abstract_eval
-def _(x, bias, dy, *, function):
+def _back_shapes(x: ShapedArray, bias: ShapedArray, dy: ShapedArray, *, function: Callable) -> list[ShapedArray]:
     return [ShapedArray(x.shape, x.dtype), ShapedArray(bias.shape, jnp.float32)]
 
 

@@ -64,7 +64,7 @@ class Updates:
     products: tuple[Product, ...] = ()
     scatters: tuple[Scatter, ...] = ()
     small: tuple[Small, ...] = ()
-    replaced: frozenset = frozenset()  # results of the equations that are not needed
+    replaced: frozenset[Any] = frozenset()  # results of the equations that are not needed
 
     def run(self, read: Callable[[Any], Any], leaves: Sequence[Array]) -> tuple[dict[int, Array], dict[int, Array]]:
         """New leaves and their copies in bfloat16, by index. ``read``: the value of a variable of the step."""

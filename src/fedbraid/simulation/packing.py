@@ -30,8 +30,9 @@ class Packing:
     """
 
     def __init__(self, shapes: PyTree) -> None:
-        leaves, self.tree = jax.tree.flatten(shapes)
-        self.shapes = [jnp.shape(leaf) for leaf in leaves]
+        leaves = jax.tree.leaves(shapes)
+        self.tree: Any = jax.tree.structure(shapes)
+        self.shapes: list[tuple[int, ...]] = [jnp.shape(leaf) for leaf in leaves]
         self.groups: list[list[int]] = []  # numbers of the leaves that are one vector
         places: dict[Any, list[int]] = {}
         for i, leaf in enumerate(leaves):
