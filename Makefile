@@ -55,9 +55,10 @@ wheel: $(VENV)/dev.stamp ## build the package, check it, install it into an empt
 	build/empty/bin/python -m pip --disable-pip-version-check -q install dist/*.whl
 	cd build/empty && bin/fedbraid run --out demo && test -s demo/curves.png
 
-# types are checked beside the tests; the target fails if either does
+# types are checked beside the tests, and their errors are printed after those of the tests; either fails the target
 define with_types
-@{ $(TYPES); } & types=$$!; $(1); tests=$$?; wait $$types && exit $$tests
+@{ $(TYPES); } > $(VENV)/types.log 2>&1 & types=$$!; $(1); tests=$$?; \
+  wait $$types; typed=$$?; echo types:; cat $(VENV)/types.log; exit $$((tests || typed))
 endef
 
 # No type errors, and a complete type of every public name. On failure the list of modules is left out of the output.
