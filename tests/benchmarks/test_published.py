@@ -155,3 +155,23 @@ def test_the_commands_of_the_page_exist(script):
     )
     assert done.returncode == 0, done.stderr
     assert "--check" in done.stdout
+
+
+def test_accuracies_are_kept_with_the_machine_that_computed_them(published, tmp_path, monkeypatch):
+    monkeypatch.setenv("BENCHMARK_COMMIT", "def5678")
+    lines, gpu, cpu = tmp_path / "lines", tmp_path / "gpu.json", tmp_path / "cpu.json"
+    rows = [
+        {"task": "femnist", "precision": how, "seed": seed, "rounds": 9, "device": device, "score": score + seed}
+        for device, scores in (("cpu", (60.0, 60.5)), ("NVIDIA H200", (70.0, 69.5)))
+        for how, score in zip(("float32", "bfloat16"), scores, strict=True)
+        for seed in (0, 1)
+    ]
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cpu.write_text(json.dumps({"speed": OLD}))
+    published.take_runs([lines], gpu, cpu)
+    assert published.read(cpu)["speed"] == OLD
+    table = published.accuracy_table(published.read(gpu), published.read(cpu)).splitlines()[2:]
+    assert [line.split(" | ")[2:7] for line in table] == [
+        ["NVIDIA H200", "70.50", "70.00", "-0.50 (0.00)", "2"],
+        ["CPU, emulated", "60.50", "61.00", "+0.50 (0.00)", "2"],
+    ]
