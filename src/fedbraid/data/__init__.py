@@ -18,11 +18,12 @@ from fedbraid.data.partition import (
     shards,
     summarize,
 )
-from fedbraid.data.plain import from_arrays, from_clients, from_dataset, from_table
+from fedbraid.data.plain import from_arrays, from_clients, from_dataset, from_table, from_text
 from fedbraid.data.preprocess import Pipeline
 from fedbraid.data.published import PUBLISHED
 from fedbraid.data.store import Cohort, StoreWriter, gather, open_store, prefetch, verify, write_store
 from fedbraid.data.tabular import Columns
+from fedbraid.data.tokens import Tokenizer, tokenizer
 
 __all__ = [
     "CATALOG",
@@ -35,12 +36,14 @@ __all__ = [
     "Pipeline",
     "Split",
     "StoreWriter",
+    "Tokenizer",
     "by_id",
     "dirichlet",
     "from_arrays",
     "from_clients",
     "from_dataset",
     "from_table",
+    "from_text",
     "gather",
     "hold_out",
     "iid",
@@ -58,6 +61,7 @@ __all__ = [
     "shards",
     "summarize",
     "summarize_data",
+    "tokenizer",
     "verify",
     "write_store",
 ]

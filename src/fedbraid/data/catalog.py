@@ -149,6 +149,11 @@ def _from_path(defaults: Mapping[str, Any], *, name: str | None = None, **option
 
 def _refuse_table(path: Path) -> None:
     """Refuse a table as the name of data: a configuration does not say which of its columns are client and label."""
+    if path.is_file() and path.suffix in (".jsonl", ".ndjson", ".txt", ".md"):
+        raise ValueError(
+            f"{path} holds text. Import it once: `fedbraid data import text {path} --out stores/{path.stem}` (a table "
+            f'of text also needs --client COLUMN --text COLUMN). Then write name = "stores/{path.stem}"'
+        )
     kind = {".csv": "csv", ".tsv": "csv", ".gz": "csv", ".parquet": "parquet", ".arrow": "parquet"}.get(path.suffix)
     if not path.is_file() or kind is None or (path.suffix == ".gz" and not path.stem.endswith((".csv", ".tsv"))):
         return
@@ -195,14 +200,15 @@ def _shakespeare(
     check_choice("form", form, tokens.FORMS)
     if form != "text" and tokenizer == "characters":
         raise ValueError(f'form = {form!r} needs the tokens of a language model: set tokenizer = "smollm2"')
+    encoding = tokens.tokenizer(tokenizer)
 
     def examples(snippets: Any, who: str) -> dict[str, np.ndarray]:
         if tokenizer == "characters":
             return text.character_windows(snippets, length=length, join=join)
-        encode = tokens.smollm2_tokenizer()
         if form == "instructions":
-            return tokens.instructions(snippets, encode, length=length, who=_role(who))
-        return tokens.token_windows(snippets, encode, length=length)
+            pairs = [tokens.halves(snippet, _role(who)) for snippet in snippets]
+            return tokens.answers(pairs, encoding, length=length)
+        return tokens.token_windows(snippets, encoding, length=length)
 
     if "x" in source.train.arrays:
         return repartition(source, seed=seed, **options)
@@ -228,7 +234,7 @@ def _shakespeare(
         train,
         test,
         "shakespeare",
-        {**source.info, "snippets": snippets},
+        {**source.info, "snippets": snippets, "classes": encoding.size, "tokenizer": encoding.name},
         preprocess=Pipeline.of({"name": "integers", "fields": "x,y"}),
         unseen=unseen,
     )

@@ -83,6 +83,7 @@ FORMATS: Mapping[str, Callable[..., None]] = {
     "csv": _columns(formats.read_csv),
     "svmlight": _columns(formats.read_svmlight),
     "npz": _one(formats.read_npz),
+    "text": formats.read_text,
 }
 
 

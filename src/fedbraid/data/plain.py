@@ -1,4 +1,4 @@
-"""Federated data from plain arrays, torch-style data sets, one for all or one per client, or a table."""
+"""Federated data from plain arrays, torch-style data sets, one for all or one per client, a table, or text."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fedbraid.data import corpus, tokens
 from fedbraid.data import partition as partitions
 from fedbraid.data.description import Preprocess
 from fedbraid.data.federated import FederatedData, Split
@@ -20,7 +21,15 @@ from fedbraid.data.tabular import Columns, as_arrow, tabulate
 from fedbraid.names import nearest, options_of
 from fedbraid.notices import notice
 
-__all__ = ["from_arrays", "from_clients", "from_dataset", "from_table", "partition_options", "partition_rows"]
+__all__ = [
+    "from_arrays",
+    "from_clients",
+    "from_dataset",
+    "from_table",
+    "from_text",
+    "partition_options",
+    "partition_rows",
+]
 
 
 def from_arrays(
@@ -67,7 +76,7 @@ def from_arrays(
     fields = _without_coarse(arrays)
     test_split = None
     if test is not None:
-        if label in arrays:
+        if label in arrays and arrays[label].ndim == 1:  # not of sequences
             test_parts = partitions.match_labels(parts, arrays[label], test[label], seed=seed)
         else:
             test_parts = partitions.iid(len(next(iter(test.values()))), clients=len(parts), seed=seed)
@@ -261,6 +270,59 @@ def from_table(
             **options,
         )
     )
+
+
+def from_text(
+    source: Any,
+    test: Any = None,
+    *,
+    client: str | None = None,
+    text: str | None = None,
+    question: str | None = None,
+    answer: str | None = None,
+    tokenizer: str = "bytes",
+    length: int = 128,
+    test_fraction: float = 0.0,
+    partition: str | None = None,
+    seed: int = 0,
+    name: str = "text",
+    **options: Any,
+) -> FederatedData:
+    """Text for a language model: ``x`` and ``y`` are windows of ``length`` tokens, ``y`` one token later.
+
+    Args:
+        source: a table (pandas, polars, pyarrow, a Hugging Face data set, a dict of columns), or a dict from the name
+            of a client to its texts, which are strings or pairs of a question and an answer.
+        test: the same for test texts of the same clients; or set ``test_fraction``.
+        client: the column that names the client of a row. Without it, rows are partitioned.
+        text: the column of running text.
+        question: with ``answer``: columns of questions and answers. Only the answers' tokens count in the loss.
+        answer: see ``question``.
+        tokenizer: ``"bytes"``, ``"characters"`` or ``"smollm2"`` (`fedbraid.data.tokenizer`).
+        length: tokens of an example.
+        test_fraction: share of each client's texts that become the test split.
+        partition: how rows without a client are divided over clients, with its options, as in `from_arrays`.
+        seed: of the partition, of held-out texts and of the order of windows.
+        name: of the data.
+        options: of the partition.
+
+    >>> texts = {"ann": ["hello", "bye"], "bob": ["good morning"]}
+    >>> data = from_text(texts, test_fraction=0.5, length=8)
+    >>> list(data.train.ids), data.train.sizes.tolist(), data.test.sizes.tolist(), data.info["classes"]
+    (['ann', 'bob'], [1, 2], [1, 0], 258)
+    """
+    columns, encoding = corpus.TextColumns(client, text, question, answer), tokens.tokenizer(tokenizer)
+    train = corpus.read(source, columns, "text")
+    held = None if test is None else corpus.read(test, columns, "test text")
+    if train.ids is not None and (partition is not None or options):
+        given = "partition" if partition is not None else min(options)
+        raise ValueError(f"the texts have clients, so there is no option {given!r}")
+    if train.ids is None:
+        parts = partition_rows(len(train.texts), {}, partition=partition or "iid", seed=seed, **options)
+        train = corpus.divided(train, parts)
+        held = held and corpus.divided(held, partitions.iid(len(held.texts), clients=len(parts), seed=seed))
+    how = {"length": length, "test_fraction": test_fraction, "seed": seed, "name": name}
+    return _told(corpus.federated(train, held, encoding, **how))
 
 
 def _splits_of(tables: Mapping[str, Any], test: Any) -> tuple[Any, Any]:

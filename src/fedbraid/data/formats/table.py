@@ -24,7 +24,7 @@ from fedbraid.data.preprocess import scaling_of
 from fedbraid.data.store import StoreWriter
 from fedbraid.data.tabular import ANY, Columns, is_text, tabulate
 
-__all__ = ["arrow_columns", "read_table"]
+__all__ = ["arrow_columns", "read_table", "whole_table"]
 
 
 def read_table(
@@ -80,6 +80,12 @@ def read_table(
         _describe(writer, fields, classes)
     if plain:
         add_plain(writer, plain["train"], plain.get("test"), sources["train"][0])
+
+
+def whole_table(paths: Sequence[Path]) -> Any:
+    """All rows of Parquet or Arrow files, or of folders of them, as one pyarrow table."""
+    files = [file for path in paths for _, file in _files(Path(path), "train")]
+    return _read(_dataset(files, []), files, None)
 
 
 def _describe(writer: StoreWriter, fields: dict[str, Any], classes: int | None) -> None:
