@@ -130,6 +130,10 @@ def test_windows_and_instructions_of_tokens():
         learned = np.flatnonzero(y)
         np.testing.assert_array_equal(x[learned[1:]], y[learned[:-1]])
         assert text[learned[0]] == "\n"  # the last token of the question predicts the answer's first
+    (x,) = instructions(["first part " * 30], encode, length=200, who="Lear")["x"]
+    text = "".join(map(chr, x))  # the passage is shortened, not the question
+    assert text.startswith("<|im_start|>user\nContinue this speech of Lear:\n")
+    assert text[:100].endswith("part first part<|im_end|>\n<|im_start|>assistant\n")
     cut = instructions(["a b " * 400], encode, length=50, who="Lear")
     assert cut["x"].shape == (1, 50)
     assert (cut["y"] != 0).sum() == 26

@@ -205,6 +205,11 @@ def _shakespeare(
         return tokens.token_windows(snippets, encode, length=length)
 
     if "x" in source.train.arrays:
+        if tokenizer != "characters":
+            raise ValueError(
+                f"{path} has windows of characters, which tokenizer = {tokenizer!r} cannot read: give the path of a "
+                "store or of files with the text itself (the field snippets)"
+            )
         return repartition(source, seed=seed, **options)
     if "snippets" not in source.train.arrays:
         raise ValueError(f"{path}: fields {sorted(source.train.arrays)}: needs the field snippets, or windows x and y")
@@ -228,7 +233,7 @@ def _shakespeare(
         train,
         test,
         "shakespeare",
-        {**source.info, "snippets": snippets},
+        {**source.info, "snippets": snippets, **({} if tokenizer == "characters" else {"classes": tokens.VOCAB})},
         preprocess=Pipeline.of({"name": "integers", "fields": "x,y"}),
         unseen=unseen,
     )

