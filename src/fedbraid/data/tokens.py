@@ -69,8 +69,8 @@ def token_windows(texts: Iterable[str], encode: Encode, *, length: int) -> dict[
 def instructions(texts: Iterable[str], encode: Encode, *, length: int, who: str) -> dict[str, np.ndarray]:
     """One example per text: the question has its first half (of lines, or of words), the answer is the second.
 
-    ``y`` is padding where the next token is part of the question. A long question is shortened to ``length // 2`` tokens
-    by leaving out the beginning of the passage. Examples are cut to ``length`` tokens.
+    ``y`` is padding where the next token is part of the question. A long question is shortened to ``length // 2``
+    tokens by leaving out the beginning of the passage. Examples are cut to ``length`` tokens.
     """
     rows, most = [], length // 2
     first, then = encode(CHAT[0].format(question=QUESTION.format(who=who))), encode(CHAT[1])
