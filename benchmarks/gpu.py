@@ -18,7 +18,7 @@
 for cnn, resnet and gpt (gpu_torch.py) and for LoRA. Each is a process of its own: several compile at the same time, and
 all others are paused while one is timed. ``--out`` writes the numbers into FILE (benchmarks/results/h200.json),
 from which docs/benchmarks.md is made (`published.py --page`). ``--check`` compares with FILE: it names rows that are
-more than 5% slower, and fails if there are any.
+more than 5% slower, and fails if there are any, if a program failed, or if FILE has none of the rows.
 
 ``--ablate`` measures the rows in bfloat16 with all rewrites, and without one at a time (rewrites.py): what each of them
 saves. verify.py checks that the kernels compute what XLA computes.
@@ -36,6 +36,7 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -300,18 +301,20 @@ def ablated_programs() -> dict[str, list[str]]:
     return programs
 
 
-def in_turn(
-    programs: dict[str, list[str]], only: list[str] | None, together: int, compiling: float, out: Path | None
-) -> dict:
-    """The rows that programs print, measured in turn. ``only``: programs whose name has one of these words.
+def named(programs: dict[str, Any], only: list[str] | None) -> dict[str, Any]:
+    """Those whose name has one of the words ``only``; all, if there are none."""
+    return {name: one for name, one in programs.items() if not only or any(word in name for word in only)}
+
+
+def in_turn(programs: dict[str, list[str]], together: int, compiling: float, out: Path | None) -> dict:
+    """The rows that programs print, measured in turn.
 
     out: a file that gets each row as soon as it is measured.
     """
     from published import take_gpu
 
-    wanted = {name: command for name, command in programs.items() if not only or any(word in name for word in only)}
     report: dict = {}
-    for name, said in measure_in_turn(wanted, together=together, compiling=compiling):
+    for name, said in measure_in_turn(programs, together=together, compiling=compiling):
         try:
             last = json.loads(said.strip().splitlines()[-1])
         except (json.JSONDecodeError, IndexError):
@@ -332,9 +335,7 @@ def in_turn(
 def measured(options: argparse.Namespace) -> dict:
     """The rows that were asked for, measured in this process."""
     report: dict = {"device": str(jax.devices()[0]), "jax": jax.__version__}
-    for name, measure in measurements().items():
-        if options.only and not any(word in name for word in options.only):
-            continue
+    for name, measure in named(measurements(), options.only).items():
         if options.row is not None and name != options.row:
             continue
         with without(options.without):
@@ -345,7 +346,7 @@ def measured(options: argparse.Namespace) -> dict:
 
 
 def main() -> int:
-    from published import GPU, read, slower_rows, take_gpu
+    from published import GPU, check_gpu, read, take_gpu
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
@@ -362,23 +363,24 @@ def main() -> int:
     options = parser.parse_args()
     if (options.without or options.ablate) and (options.out or options.check):
         parser.error("--without and --ablate measure programs that are not published: omit --out and --check")
-    turns = options.only, options.together, options.compiling, options.out
+    before = {} if options.check is None else read(options.check).get("rows", {})  # --out may write the same file
+    turns = options.together, options.compiling, options.out
+    programs: dict[str, Any]
     if options.ablate:
-        report = in_turn(ablated_programs(), *turns)
+        programs = ablated_programs()
+        report = in_turn(named(programs, options.only), *turns)
     elif options.published or options.against:
-        report = in_turn(published_programs(options.against is not None), *turns)
+        programs = published_programs(options.against is not None)
+        report = in_turn(named(programs, options.only), *turns)
     else:
+        programs = {name: one for name, one in measurements().items() if options.row in (None, name)}
         report = measured(options)
     if options.json:
         print(json.dumps(report))
-    slower = slower_rows(read(options.check)["rows"], report) if options.check else []
-    for line in slower:
-        print(line)
-    if options.check and not slower:
-        print(f"no row is more than 5% slower than in {options.check.name}")
+    status = 0 if options.check is None else check_gpu(before, report, named(programs, options.only), options.check)
     if options.out:
         take_gpu(report, options.out)
-    return 1 if slower else 0
+    return status
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,24 @@ def slower_rows(old: dict[str, Any], report: dict[str, Any], *, allowed: float =
             share = one["seconds"] / before - 1
             found.append(f"{name}: {1e3 * one['seconds']:.2f} ms, {1e3 * before:.2f} at {where}: {share:.0%} slower")
     return found
+
+
+def check_gpu(old: dict[str, Any], report: dict[str, Any], wanted: Iterable[str], path: Path) -> int:
+    """Compare the rows of a run of gpu.py with those of a file. Prints what is wrong, and returns the exit status.
+
+    wanted: names of the rows that should have been measured. Rows of PyTorch are not compared.
+    """
+    ours = [name for name in wanted if "torch" not in name]
+    failed = [name for name in ours if name not in report]
+    compared = [name for name in ours if name in report and "seconds" in old.get(name, {})]
+    slower = slower_rows(old, report)
+    for line in [*(f"{name}: not measured, its program failed" for name in failed), *slower]:
+        print(line)
+    if not compared:
+        print(f"nothing to compare: {path} has no row that was measured now; write one with --out")
+    elif not slower:
+        print(f"none of {len(compared)} rows is more than {SLOWER_GPU:.0%} slower than in {path.name}")
+    return 2 if failed or not compared else 1 if slower else 0
 
 
 # --- the page --------------------------------------------------------------------------------------------------------

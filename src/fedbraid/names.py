@@ -253,6 +253,18 @@ def check_options(what: str, function: Callable, options: Mapping[str, Any], *, 
     missing = [name for name, default in declared.items() if default is inspect.Parameter.empty and name not in options]
     if missing:
         raise ValueError(f"{what} needs the option {missing[0]!r}")
+    check_types(what, function, options)
+
+
+def check_types(what: str, function: Callable, options: Mapping[str, Any]) -> None:
+    """Refuse plain values that do not fit the annotations of a factory.
+
+    >>> def factory(*, tied: bool = True) -> None: ...
+    >>> check_types("model 'gpt'", factory, {"tied": "no"})
+    Traceback (most recent call last):
+      ...
+    ValueError: option tied of model 'gpt' must be true or false, got 'no'
+    """
     hints = _hints(function)
     for name, value in options.items():
         if not _fits(value, hints.get(name, Any)):

@@ -124,7 +124,7 @@ def test_one_core_beside_eager_pytorch_is_a_part_of_the_same_file(published, tmp
     assert "def5678" in lines[2]
 
 
-def test_rows_of_a_gpu_that_became_slower_are_named(published, tmp_path, monkeypatch):
+def test_rows_of_a_gpu_that_became_slower_are_named(published, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("BENCHMARK_COMMIT", "def5678")
     old = {name: {"seconds": 1e-3, "commit": "abc1234", "date": "2026-01-01"} for name in ("lstm", "cnn")}
     report = {
@@ -137,12 +137,33 @@ def test_rows_of_a_gpu_that_became_slower_are_named(published, tmp_path, monkeyp
     (said,) = published.slower_rows(old, report)
     assert said == "lstm: 1.06 ms, 1.00 at abc1234 (2026-01-01): 6% slower"
     place = tmp_path / "gpu.json"
+    assert published.check_gpu(old, report, ["lstm", "cnn"], place) == 1
+    assert published.check_gpu(old, report | {"lstm": {"seconds": 1e-3}}, ["lstm", "cnn"], place) == 0
+    assert "none of 2 rows is more than 5% slower" in capsys.readouterr().out
+    assert published.check_gpu(old, report, ["cnn", "gpt", "torch gpt"], place) == 2  # its program failed
+    assert "gpt: not measured" in capsys.readouterr().out
+    assert published.check_gpu({}, report, ["cnn"], place) == 2  # nothing to compare with is not a success
     place.write_text(json.dumps({"rows": {"sweep, lstm": old["lstm"]}}))
     published.take_gpu(report, place)
     rows = published.read(place)["rows"]
     assert rows["sweep, lstm"] == old["lstm"]  # was not measured
     assert rows["cnn"]["seconds"] == 1.04e-3
     assert rows["cnn"]["commit"] == "def5678"
+
+
+def test_a_row_is_compared_with_the_file_before_it_is_written_into_it(published, tmp_path, monkeypatch, capsys):
+    gpu, place = importlib.import_module("gpu"), tmp_path / "gpu.json"
+    monkeypatch.setenv("BENCHMARK_COMMIT", "def5678")
+    old = {"seconds": 1e-3, "commit": "abc1234", "date": "2026-01-01"}
+    now = json.dumps({"device": "GPU", "jax": "1", "gpt, bfloat16": {"seconds": 2e-3}})
+    monkeypatch.setattr(gpu, "measure_in_turn", lambda programs, **options: [(name, now) for name in programs])
+    monkeypatch.setattr(
+        sys, "argv", ["gpu.py", "--published", "--only", "gpt, b", f"--out={place}", f"--check={place}"]
+    )
+    place.write_text(json.dumps({"rows": {"gpt, bfloat16": old}}))
+    assert gpu.main() == 1
+    assert "gpt, bfloat16: 2.00 ms, 1.00 at abc1234 (2026-01-01): 100% slower" in capsys.readouterr().out
+    assert published.read(place)["rows"]["gpt, bfloat16"]["seconds"] == 2e-3
 
 
 @pytest.mark.parametrize("script", ["gpu.py", "published.py"])

@@ -76,6 +76,28 @@ def test_tff_shakespeare_keeps_snippets_and_windows_are_made_on_loading(tmp_path
     assert batch["x"].dtype == np.int32
 
 
+def test_tff_shakespeare_as_the_tokens_of_a_language_model(tmp_path, monkeypatch):
+    from fedbraid.data import tokens
+    from fedbraid.data.catalog import load
+    from fedbraid.data.store import write_store
+
+    monkeypatch.setattr(tokens, "smollm2_tokenizer", lambda: lambda text: [1000 + ord(c) for c in text])
+    tff(tmp_path / "shakespeare_train.h5", {"PLAY_ANN": {"snippets": np.array([b"To be", b"or not\nto be"])}})
+    tff(tmp_path / "shakespeare_test.h5", {"PLAY_ANN": {"snippets": np.array([b"is the question"])}})
+    read("tff", tmp_path, tmp_path / "s")
+    chosen = {"path": tmp_path / "s", "tokenizer": "smollm2", "length": 8}
+    assert load("shakespeare", **chosen).train.sizes.tolist() == [3]  # 19 symbols, of which the last is only in y
+    assert load("shakespeare", **chosen).description.classes == 49_152
+    asked = load("shakespeare", **chosen | {"form": "instructions", "length": 200})
+    assert asked.train.sizes.tolist() == [2]
+    with pytest.raises(ValueError, match="needs the tokens of a language model: set tokenizer = "):
+        load("shakespeare", path=tmp_path / "s", form="instructions")
+    write_store(tmp_path / "windows", load("shakespeare", path=tmp_path / "s"))
+    assert load("shakespeare", path=tmp_path / "windows").train.arrays["x"].shape[1] == 80
+    with pytest.raises(ValueError, match="has windows of characters, which tokenizer = 'smollm2' cannot read"):
+        load("shakespeare", **chosen | {"path": tmp_path / "windows"})
+
+
 def test_tff_stackoverflow_becomes_words(tmp_path):
     def user(sentences):
         return {

@@ -7,8 +7,9 @@ import pytest
 import fedbraid as fb
 from fedbraid.costs import cost
 from fedbraid.experiment.assembly import build
-from fedbraid.experiment.config import ConfigError, load_config
+from fedbraid.experiment.config import ConfigError, load_config, parse, read_tree
 from fedbraid.models import mlp
+from told import collecting, told
 
 LORA = ["rounds=2", "cohort=5", "model.hidden=[12]", "model.lora.rank=2", "model.lora.targets=w"]
 
@@ -34,6 +35,15 @@ def test_adapters_are_trained_sent_saved_and_merged(tmp_path):
 def _prepared(loaded, x):
     prepare = loaded.description.preprocess
     return x if prepare is None else prepare({"x": x, "mask": np.ones(len(x), np.float32)}, None, False)["x"]
+
+
+def test_merged_weights_without_the_factors_of_the_clients_are_said_to_be_the_base(tmp_path):
+    private = {"transforms": [{"name": "private", "leaves": "*.lora_b"}]}
+    tree = read_tree(None, [*LORA, "algorithm.name=fedavg"]) | private
+    with collecting():  # the state of clients is hardly used
+        fb.run(parse(tree), out=tmp_path / "run")
+    with told("all factors lora_b of the server are zero, so the merged weights are those of the base"):
+        fb.load_run(tmp_path / "run").export(tmp_path / "whole.npz", merged=True)
 
 
 def test_only_adapters_can_be_merged(tmp_path):

@@ -134,9 +134,13 @@ def test_in_float32_the_resnets_wide_layers_are_products_over_patches():
     ]
 
 
-def test_the_gpt_attends_normalises_and_activates_in_kernels():
+def gpt(**options):
     data = client(40, x=((128,), jnp.int32), y=((128,), jnp.int32))
-    found = explained(models.gpt(2048, tied=False), data, clients=20, batch=8, precision="bfloat16")
+    return explained(models.gpt(2048, tied=False, **options), data, clients=20, batch=8, precision="bfloat16")
+
+
+def test_the_gpt_attends_normalises_and_activates_in_kernels():
+    found = gpt()
     assert found.kernels["train"] == [
         "add_product x 17",  # every matrix, with the product that is its gradient
         "add_row_norm x 8",
@@ -150,6 +154,11 @@ def test_the_gpt_attends_normalises_and_activates_in_kernels():
         "row_norm x 1",
         "row_norm_back x 1",
     ]
+
+
+def test_with_remat_the_gpt_attends_again_for_the_gradient():
+    found = gpt(remat=True)
+    assert {"attention_with_bias x 8", "attention_back_with_bias x 4"} < set(found.kernels["train"])
 
 
 def test_the_gpt_reads_its_logits_once_for_the_loss():

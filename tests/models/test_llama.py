@@ -131,6 +131,10 @@ def test_windows_and_instructions_of_tokens():
         learned = np.flatnonzero(y)
         np.testing.assert_array_equal(x[learned[1:]], y[learned[:-1]])
         assert text[learned[0]] == "\n"  # the last token of the question predicts the answer's first
+    (x,) = answers([halves("first part " * 30, "Lear")], codes, length=200)["x"]
+    text = "".join(map(chr, x))  # the passage is shortened, not the task
+    assert text.startswith("<|im_start|>user\nContinue this speech of Lear:\n")
+    assert text[:100].endswith("part first part<|im_end|>\n<|im_start|>assistant\n")
     lost = []
     cut = answers([halves("a b " * 400, "Lear")], codes, length=50, cut=lost.append)
     assert lost == [1]

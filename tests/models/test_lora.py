@@ -204,13 +204,19 @@ def test_a_sum_that_must_be_computed_is_said():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: lora(BASE, targets="q"), "'q' matches no matrix of the model .* matrices are blocks.0.down.w"),
+        (
+            lambda: lora(BASE, targets="q"),
+            r"'q' matches no matrix of the model; its matrices are blocks\.\*\.down\.w, ",
+        ),
+        (lambda: lora(BASE, targets=["qvk"]), r"'qvk' matches no matrix of the model \(did you mean 'qkv'\?\); its"),
+        (lambda: lora(BASE, targets=[]), r"targets must name a matrix .*, got targets = \[\] and train = \[\]"),
+        (lambda: lora(models.softmax_regression(4, 3)), "'qkv' matches no matrix of the model; its matrices are w$"),
         (lambda: lora(BASE, targets=3), "targets must be names of leaves .* got 3"),
         (lambda: lora(BASE, train=[1]), "train must be names of leaves"),
         (lambda: lora(BASE, targets=("qkv", "ups")), "'ups' matches no matrix"),
         (
             lambda: lora(BASE, targets="qkv", train="*.qkv.w"),
-            "matches no matrix of the model that is not trained whole",
+            r"targets must name a matrix that train does not train whole, .* train = \['\*.qkv.w'\]",
         ),
         (lambda: lora(models.mlp(4, 3, hidden=[5], norm="batch"), targets="w"), "has running statistics"),
         (lambda: lora(BASE, train="head"), "train: 'head' matches no leaf"),
@@ -272,7 +278,7 @@ def test_fedsa_lora_keeps_b_on_its_client():
 
 
 def test_it_is_built_from_a_table_and_its_base_from_a_file(tmp_path):
-    from fedbraid.experiment.tensors import named_arrays, write_npz
+    from fedbraid.experiment.tensors import named_arrays, write_npz, write_tensors
 
     write_npz(tmp_path / "base.npz", named_arrays(WEIGHTS))
     table = {"rank": 3, "targets": ["qkv"], "weights": str(tmp_path / "base.npz")}
@@ -293,6 +299,14 @@ def test_it_is_built_from_a_table_and_its_base_from_a_file(tmp_path):
     write_npz(tmp_path / "other.npz", {"w": np.ones(3)})
     with pytest.raises(ValueError, match="does not hold the weights of this model"):
         models.build("gpt", {"x": (6,)}, 7, **sizes, lora={"weights": str(tmp_path / "other.npz")})
+    write_npz(tmp_path / "adapters.npz", named_arrays(params))
+    with pytest.raises(ValueError, match="It holds adapters: `fedbraid export --merged` writes all weights"):
+        models.build("gpt", {"x": (6,)}, 7, **sizes, lora={"weights": str(tmp_path / "adapters.npz")})
+    write_tensors(tmp_path / "base.safetensors", named_arrays(WEIGHTS))
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "base.npz").read_bytes()[:100])
+    for name in ("base.safetensors", "cut.npz"):
+        with pytest.raises(ValueError, match=f"{name} is not a NumPy archive: a file NAME.npz is needed"):
+            models.build("gpt", {"x": (6,)}, 7, **sizes, lora={"weights": str(tmp_path / name)})
 
 
 # peft asks transformers for a name that it deprecates

@@ -65,3 +65,14 @@ def test_explain_says_how_many_clients_fit_and_what_remat_saves(monkeypatch):
     needs["layers"] = needs["none"]  # a model without a loop
     assert len(module.explain_config(config)["memory"]) == 1
     assert module.explain_config(config)["values"] == "float32"
+
+
+def test_explain_says_how_large_the_frozen_weights_are():
+    from fedbraid.experiment.config import load_config
+    from fedbraid.experiment.explain import explain_config
+
+    settings = ["algorithm.name=fedavg", "model.name=mlp", "model.hidden=[300]", "model.lora.targets=w"]
+    memory = explain_config(load_config(settings=settings))["memory"]
+    # the matrix [64, 300]; the second one and the biases are too small to be an argument of the program
+    assert "frozen weights of 76.8 kB are stored once on each device, for all clients" in memory
+    assert not any("frozen" in line for line in explain_config(load_config(settings=settings[:3]))["memory"])

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import print_saved_residuals
 from scipy.special import log_softmax, softmax
 
 from fedbraid import models
@@ -157,6 +158,21 @@ def test_clients_with_weights_of_their_own_run_together():
             both,
             alone,
         )
+
+
+@pytest.mark.parametrize("make", [models.gpt, lambda vocab, **options: models.encoder(vocab, 3, **options)])
+def test_remat_gives_the_same_gradient_and_stores_less_for_it(make, capsys):
+    sizes = {"layers": 3, "width": 8, "heads": 2, "length": 6, "dropout": 0.25}
+    plain, less = make(7, **sizes), make(7, **sizes, remat=True)
+    batch = {"x": TOKENS, "y": NEXT if make is models.gpt else TOKENS[:, 0] % 3, "mask": np.ones(3, np.float32)}
+    p, key = singles(drawn_once(plain)), jax.random.key(3)
+    wanted, found = (jax.jit(jax.grad(model.loss))(p, batch, key) for model in (plain, less))  # the same dropout, too
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), found, wanted)
+    stored = []
+    for model in (plain, less):
+        print_saved_residuals(lambda p, model=model: model.loss(p, batch, key), p)
+        stored.append(sum("from the argument" not in line for line in capsys.readouterr().out.splitlines()))
+    assert stored[1] < 0.4 * stored[0]
 
 
 def test_dropout_needs_a_key_and_keeps_the_mean():

@@ -18,6 +18,8 @@ import fedbraid as fb
 from fedbraid import models
 from fedbraid.cli.app import make_app
 from fedbraid.costs import data_shapes
+from fedbraid.experiment.config import load_config
+from fedbraid.experiment.explain import explain_config
 from fedbraid.local import batches_of, local_work, masked_mean
 from fedbraid.lowering import Lanes, LoweringOptions, explain, kernels
 from fedbraid.lowering.grown import Extent, _pays, grow
@@ -390,6 +392,16 @@ def test_a_choice_that_changes_nothing_is_said():
     alg = fb.fedavg(MODEL.loss, client_lr=0.3, batch_size=BATCH)
     with told("matrices='grown' has no effect: it needs the plan 'lanes'"):
         fb.simulate(alg, PARAMS, split(ALIKE), rounds=1, plan="sequential", matrices="grown")
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"), [("sequential", "another plan"), ("lanes", r"\['w'\] .* and 1 more: whole, a step")]
+)
+def test_so_it_is_without_training(plan, why):
+    words = ["model.hidden=[8]", "algorithm.name=fedavg", "algorithm.client_opt=adamw"]
+    words += [f"engine.plan={plan}", "engine.matrices=grown"]
+    with told(f"matrices='grown' has no effect.*{why}"):
+        explain_config(load_config(settings=words))
 
 
 def grew(alg, sizes, params=PARAMS, how="grown"):

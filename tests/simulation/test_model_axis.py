@@ -244,5 +244,5 @@ def test_explain_says_what_a_client_needs_on_each_device():
     from fedbraid.experiment.explain import explain_config
 
     found = explain_config(load_config(settings=["engine.model_devices=2"]))
-    assert found["how"].startswith("each group of 2 devices runs 1 clients at a time")
+    assert found["how"].startswith("each group of 2 devices runs 1 client at a time")
     assert "on each of its 2 devices by the compiled program" in found["memory"][0]

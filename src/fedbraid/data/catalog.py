@@ -206,11 +206,16 @@ def _shakespeare(
         if tokenizer == "characters":
             return text.character_windows(snippets, length=length, join=join)
         if form == "instructions":
-            pairs = [tokens.halves(snippet, _role(who)) for snippet in snippets]
-            return tokens.answers(pairs, encoding, length=length)
+            rows = [tokens.halves(snippet, _role(who)) for snippet in snippets]
+            return tokens.answers(rows, encoding, length=length)
         return tokens.token_windows(snippets, encoding, length=length)
 
     if "x" in source.train.arrays:
+        if tokenizer != "characters":
+            raise ValueError(
+                f"{path} has windows of characters, which tokenizer = {tokenizer!r} cannot read: give the path of a "
+                "store or of files with the text itself (the field snippets)"
+            )
         return repartition(source, seed=seed, **options)
     if "snippets" not in source.train.arrays:
         raise ValueError(f"{path}: fields {sorted(source.train.arrays)}: needs the field snippets, or windows x and y")

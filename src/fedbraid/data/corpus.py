@@ -83,7 +83,7 @@ def federated(
 
     def examples(texts: Sequence[Text], who: str) -> dict[str, np.ndarray]:
         if texts and isinstance(texts[0], tuple):
-            found = answers(texts, tokens, length=length, cut=cut.append)  # type: ignore[arg-type]
+            found = answers([("", *one) for one in texts], tokens, length=length, cut=cut.append)  # type: ignore[misc]
         else:
             found = token_windows(texts, tokens, length=length)  # type: ignore[arg-type]
         if texts and not np.any(found["y"]):

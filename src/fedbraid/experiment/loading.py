@@ -23,6 +23,8 @@ from fedbraid.experiment.tensors import Tensors, named_arrays, tree_of, write_np
 from fedbraid.lowering import captured
 from fedbraid.models import Model
 from fedbraid.models import build as build_model
+from fedbraid.models.low_rank import LORA_B
+from fedbraid.notices import notice
 from fedbraid.simulation import checkpoint
 from fedbraid.simulation.columns import RunColumns
 from fedbraid.version import __version__
@@ -174,6 +176,11 @@ class Run:
         if merged:
             if self.model.merge is None:
                 raise ConfigError("only a model with adapters can be merged ([model.lora]): export it without merged")
+            if not any(np.any(a) for name, a in named_arrays(params).items() if name.endswith(LORA_B)):
+                notice(
+                    "export: all factors lora_b of the server are zero, so the merged weights are those of the base. "
+                    "With a transform that keeps lora_b on the clients (FedSA-LoRA), only they have adapted models"
+                )
             params = self.model.merge(params)
         arrays = named_arrays(params)
         if path.suffix == ".safetensors":

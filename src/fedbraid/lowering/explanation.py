@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -172,9 +172,24 @@ def notice_unmet(
         return
     found = explain(alg, params, data, options, on)
     if not found.grown():
-        lines = sorted({line for lines in found.matrices.values() for line in lines})
-        reasons = "; ".join(lines) or "clients have no matrix that starts with the same values on all of them"
+        reasons = _reasons(line for lines in found.matrices.values() for line in lines)
+        reasons = reasons or "clients have no matrix that starts with the same values on all of them"
         notice(f"matrices='grown' has no effect, no matrix can be stored as rows: {reasons}")
+
+
+def _reasons(lines: Iterable[str]) -> str:
+    """Why matrices are whole, each reason once, with the first of its matrices and their number.
+
+    >>> _reasons(["a (2, 2): whole, too small", "b (3, 3): whole, too small"])
+    'a (2, 2) and 1 more: whole, too small'
+    """
+    matrices: dict[str, list[str]] = {}
+    for line in sorted(set(lines)):
+        matrix, _, reason = line.partition(": ")
+        matrices.setdefault(reason, []).append(matrix)
+    return "; ".join(
+        f"{first}{f' and {len(more)} more' if more else ''}: {reason}" for reason, (first, *more) in matrices.items()
+    )
 
 
 def _notice_microbatch(alg: Algorithm, params: PyTree, data: ClientData, options: LoweringOptions) -> None:

@@ -34,7 +34,11 @@ def quietly() -> Iterator[None]:
 
 @cache
 def _say_no_loop() -> None:
-    notice("remat='layers' has no effect: the model has no loop over layers (lax.scan), as llama and smollm2 have")
+    notice(
+        "remat='layers' has no effect: the model has no loop over layers (lax.scan), as llama and smollm2 have. gpt "
+        "and encoder have an option remat of their own; in your model, put jax.checkpoint around each layer. "
+        "engine.microbatch saves memory with any model"
+    )
 
 
 def remat_layers(loss: Callable) -> Callable:

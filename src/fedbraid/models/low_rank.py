@@ -27,6 +27,7 @@ from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from zipfile import BadZipFile
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,7 @@ from fedbraid.local import APPLIES_MASK, HEAD, NORM, STATISTICS, WEIGHTS, leaf_n
 from fedbraid.lowering.adapted import Adapted, with_adapted
 from fedbraid.metric import as_metrics
 from fedbraid.models.model import Array, Model, PyTree, check_sizes
+from fedbraid.names import nearest
 from fedbraid.notices import notice
 
 __all__ = ["LORA_A", "LORA_B", "lora", "read_weights"]
@@ -196,16 +198,36 @@ def _adapters(base: PyTree, targets: tuple[str, ...], train: tuple[str, ...], sc
     matrices = [i for i, leaf in enumerate(leaves) if leaf.ndim >= 2 and jnp.issubdtype(leaf.dtype, jnp.floating)]
     adapted = [i for i in matrices if i not in whole and any(_matches(names[i], pattern) for pattern in targets)]
     unmatched = [pattern for pattern in targets if not any(_matches(names[i], pattern) for i in matrices)]
-    if not adapted or (unmatched and not every):
-        wrong = repr(unmatched[0]) if unmatched and not every else targets
+    known = [names[i] for i in matrices]
+    if unmatched and (not every or len(unmatched) == len(targets)):
         raise ValueError(
-            f"targets: {wrong} matches no matrix of the model that is not trained whole; its matrices are "
-            f"{', '.join(names[i] for i in matrices)}"
+            f"targets: {unmatched[0]!r} matches no matrix of the model{_near(unmatched[0], known)}; its matrices are "
+            f"{_without_numbers(known)}"
+        )
+    if not adapted:
+        raise ValueError(
+            f"targets must name a matrix that train does not train whole, got targets = {list(targets)} and "
+            f"train = {list(train)}; the matrices of the model are {_without_numbers(known)}"
         )
     for pattern in train:
         if not any(_matches(name, pattern) for name in names):
-            raise ValueError(f"train: {pattern!r} matches no leaf of the model; it has {', '.join(names)}")
+            near = _near(pattern, names)
+            raise ValueError(f"train: {pattern!r} matches no leaf of the model{near}; it has {_without_numbers(names)}")
     return _Adapters(tuple(names), tuple(adapted), tuple(whole), scale, axis)
+
+
+def _near(given: str, names: Sequence[str]) -> str:
+    return nearest(given, dict.fromkeys(part for name in names for part in name.split(".") if not part.isdigit()))
+
+
+def _without_numbers(names: Sequence[str]) -> str:
+    """The names of leaves as a list; those of equal layers once, as a pattern.
+
+    >>> _without_numbers(["blocks.0.up.w", "blocks.1.up.w", "embedding"])
+    'blocks.*.up.w, embedding'
+    """
+    whole = (".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names)
+    return ", ".join(dict.fromkeys(whole))
 
 
 def _drawn(key: Array, spec: _Adapters, leaves: list[Array], rank: int) -> dict[str, dict[str, Array]]:
@@ -253,11 +275,21 @@ def read_weights(path: str | Path, model: Model) -> PyTree:
     names = leaf_names(wanted)
     if not Path(path).is_file():
         raise ValueError(f"weights: there is no file {path} (in {Path.cwd()}); `fedbraid export` writes such files")
-    found = np.load(path, allow_pickle=False)
-    if isinstance(found, np.ndarray):
-        raise ValueError(f"weights: {path} holds one array; an .npz file with an array for each leaf is needed")
-    with found:
-        if missing := sorted(set(names) ^ set(found.files)):
-            whose = "the file" if missing[0] in found.files else "the model"
-            raise ValueError(f"{path} does not hold the weights of this model: only {whose} has {missing[0]!r}")
-        return jax.tree.unflatten(jax.tree.structure(wanted), [jnp.asarray(found[name]) for name in names])
+    try:
+        with Path(path).open("rb") as file, np.load(file, allow_pickle=False) as found:
+            arrays = {name: found[name] for name in found.files}
+    except TypeError:  # NumPy reads a file of one array as an array, which is no context
+        raise ValueError(
+            f"weights: {path} holds one array; an .npz file with an array for each leaf is needed"
+        ) from None
+    except (ValueError, OSError, EOFError, BadZipFile):
+        raise ValueError(
+            f"weights: {path} is not a NumPy archive: a file NAME.npz is needed, such as "
+            "`fedbraid export RUN NAME.npz` writes"
+        ) from None
+    if missing := sorted(set(names) ^ set(arrays)):
+        whose = "the file" if missing[0] in arrays else "the model"
+        adapters = any(name.endswith((LORA_A, LORA_B)) for name in arrays)
+        hint = ". It holds adapters: `fedbraid export --merged` writes all weights" if adapters else ""
+        raise ValueError(f"{path} does not hold the weights of this model: only {whose} has {missing[0]!r}{hint}")
+    return jax.tree.unflatten(jax.tree.structure(wanted), [jnp.asarray(arrays[name]) for name in names])

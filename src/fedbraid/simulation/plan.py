@@ -32,7 +32,7 @@ from fedbraid import address
 from fedbraid.core import Algorithm
 from fedbraid.costs import data_shapes
 from fedbraid.data.federated import Split
-from fedbraid.local import LocalWork
+from fedbraid.local import ClientData, LocalWork
 from fedbraid.lowering import Lanes, captured, lower
 from fedbraid.lowering.captured import COMPILER
 from fedbraid.lowering.compiler import graph_options
@@ -47,6 +47,7 @@ __all__ = [
     "choose_plan",
     "client_bytes",
     "cohorts_of",
+    "frozen_bytes",
     "lay_out",
     "most_clients",
     "steps_of",
@@ -324,6 +325,24 @@ def most_clients(need: int | None, mesh: Mesh) -> int | None:
     return int(max(1, 0.5 * hosts.least(total_memory(mesh.local_devices[0])) // need)) if need else None
 
 
+def _one_client(data: Any) -> ClientData:
+    """The shapes of the largest client's examples alone."""
+    whole = data_shapes(data)
+    few = {n: jax.ShapeDtypeStruct((whole.cap, *s.shape[1:]), s.dtype) for n, s in whole.arrays.items()}
+    return replace(whole, arrays=few)
+
+
+def frozen_bytes(alg: Algorithm, params: Any, data: Any) -> int:
+    """Bytes of the large arrays that clients use and do not train, such as the weights under LoRA's adapters."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    server, state = jax.eval_shape(alg.init, params), jax.eval_shape(alg.init_client, params)
+    own = _one_client(data)
+    return max(
+        captured.captured_bytes(exchange.client, jax.eval_shape(exchange.send, server), state, own, key)
+        for exchange in alg.exchanges
+    )
+
+
 def client_bytes(alg: Algorithm, params: Any, data: Any, options: EngineOptions) -> int | None:
     """Bytes that one more client in a chunk takes on each device, by the compiled program.
 
@@ -331,9 +350,7 @@ def client_bytes(alg: Algorithm, params: Any, data: Any, options: EngineOptions)
     """
     key = jax.eval_shape(lambda: jax.random.key(0))
     server, state = jax.eval_shape(alg.init, params), jax.eval_shape(alg.init_client, params)
-    whole = data_shapes(data)
-    few = {n: jax.ShapeDtypeStruct((whole.cap, *s.shape[1:]), s.dtype) for n, s in whole.arrays.items()}
-    own = replace(whole, arrays=few)
+    own = _one_client(data)
     largest, lowered, where = 0, lower(alg, options), None
     mesh = client_mesh(options.model_devices, options.model_devices) if options.model_devices > 1 else None
     if mesh is not None:
