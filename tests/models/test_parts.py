@@ -77,6 +77,24 @@ def test_the_kernel_of_attention(t, s, heads, keys, causal, padded):
     )
 
 
+@pytest.mark.parametrize(("added", "filler"), [(False, -1e30), (False, -1e4), (True, -1e4), (True, -1e38)])
+def test_queries_that_see_nothing(added, filler):
+    """Replaced scores have no gradient. A number that is added to all scores changes nothing, if it is not too large."""
+    seen = np.ones((2, 1, 20, 20), np.int8)
+    seen[0, 0, 3] = seen[1, 0, :, 15:] = seen[1, 0, 7:9] = 0
+    args, how = [draw(2, 20, 4, 24) for _ in range(3)], Heads(((0, 0), (1, 0), (2, 0)), 4, 4, 0.3)
+    how = how._replace(filler=filler, added=added)
+
+    def wanted(q, k, v):
+        scores = 0.3 * jnp.einsum("bthd,bshd->bhts", q, k)
+        scores = scores + jnp.where(seen, 0, filler) if added else jnp.where(seen, scores, filler)
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
+
+    given = Given(mask=jnp.asarray(seen))
+    for function in (attention_kernel.attend, attention.plainly):
+        assert_same(lambda *a, function=function: function(a, given, how), wanted, *args)
+
+
 def test_queries_keys_and_values_in_one_array_with_a_bias():
     how = Heads(((0, 0), (0, 4), (0, 8)), 4, 4, 0.3, True)
     assert_same(
@@ -355,6 +373,26 @@ def test_parts_are_found_in_any_transformer_and_gradients_are_close(name):
     assert abs(exact - half) < 2e-3 * exact
     assert jnp.vdot(a, b) / jnp.linalg.norm(a) / jnp.linalg.norm(b) > 0.999
     assert 0.99 < jnp.linalg.norm(b) / jnp.linalg.norm(a) < 1.01
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("added", [False, True])
+def test_queries_that_see_nothing_are_found_with_the_right_gradient(added):
+    rng = np.random.default_rng(2)
+    w, x = {name: jnp.asarray(0.3 * rng.standard_normal((32, 32)), jnp.float32) for name in "abc"}, rng.random((40, 32))
+    rows, columns = np.arange(40)[:, None], np.arange(40)
+
+    def loss(w, x):
+        y = x @ w["a"]
+        scores, seen = y @ (x @ w["b"]).T, (rows > 20) & (columns % 3 > 0) & (x[0, 0] < 2)
+        scores = scores + jnp.where(seen, 0.0, -1e4) if added else jnp.where(seen, scores, -1e9)
+        return jnp.sum((jax.nn.softmax(scores) @ y @ w["c"]) ** 2 * rows * jnp.arange(32))
+
+    x = jnp.asarray(x - 0.5, jnp.float32)
+    program = jax.make_jaxpr(jax.grad(narrow_activations(loss)))(w, x)
+    assert Counter(_kernel_names(program.jaxpr)) == {"attention": 1, "attention_back": 1}
+    exact, found = (jax.grad(function)(w, x)["b"] for function in (loss, narrow_activations(loss)))
+    assert jnp.linalg.norm(found - exact) < 0.05 * jnp.linalg.norm(exact)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -57,6 +57,7 @@ class Attention(NamedTuple):
     mask: Layout | None
     causal: bool
     filler: float
+    added: bool  # the filler is added to masked scores
     kept: Layout | None  # of the weights, by dropout
     factor: float  # of the weights that are kept
     result: Labels
@@ -74,6 +75,7 @@ class _Scores(NamedTuple):
     scale: float = 1.0
     mask: Layout | None = None
     filler: float = -1e30
+    added: bool = False
     columns: Any = None
     kept: Layout | None = None
     factor: float = 1.0
@@ -110,12 +112,16 @@ def _path(node: Node) -> list[Node] | None:
 
 
 class _Step(NamedTuple):
-    """An operation on scores or weights: ``factor * before``, and ``other`` where a switch is false."""
+    """An operation on scores or weights: ``factor * before``, and ``other`` where a switch is false.
+
+    added: there ``before + other``.
+    """
 
     before: Node
     factor: float = 1.0
     switch: Layout | None = None  # its labels are numbers of axes
     other: float = 0.0
+    added: bool = False
 
 
 def _step(node: Node) -> _Step | None:
@@ -132,7 +138,7 @@ def _step(node: Node) -> _Step | None:
             continue
         switch, (_, low, high) = repeated._replace(node=two[0]), two
         if node.name == "add" and high == 0 and low <= LOW:
-            return _Step(before, 1.0, switch, low)
+            return _Step(before, 1.0, switch, low, added=True)
         if node.name == "mul" and low == 0 and high > 0:
             return _Step(before, high, switch)
     if node.name == "select_n" and len(node.args) == 3 and node.args[0].shape == node.shape:
@@ -285,7 +291,7 @@ def _after(step: _Step, scores: _Scores) -> _Scores | None:
         return None
     if switch is None:
         return scores._replace(scale=scores.scale * step.factor)
-    return scores._replace(mask=switch, filler=max(step.other, -1e38))
+    return scores._replace(mask=switch, filler=max(step.other, -1e38), added=step.added)
 
 
 def _attention(node: Node, side: int, path: list[Node]) -> Attention | None:
@@ -320,7 +326,7 @@ def _attention(node: Node, side: int, path: list[Node]) -> Attention | None:
             return None
         pattern = None
     return Attention(query, key, value, batch, rows, shared, scores.columns, inner, scale, pattern, causal,
-                     scores.filler, scores.kept, scores.factor, result)  # fmt: skip
+                     scores.filler, scores.added, scores.kept, scores.factor, result)  # fmt: skip
 
 
 def _unscaled(factor: Layout) -> tuple[Layout, float]:

@@ -239,7 +239,7 @@ def attend(
         sources = (narrow(read(x)).reshape(shape),)
         bias = None if added is None else _wide(read(added)).reshape(shape[2:])
     mask, kept = (_flags(found, layout, read, (b, h)) for layout in (found.mask, found.kept))
-    how = Heads(places, heads * g, heads, found.scale, found.causal, found.filler, found.factor)
+    how = Heads(places, heads * g, heads, found.scale, found.causal, found.filler, found.factor, found.added)
     out = kernel(sources, Given(bias, mask, kept), how)
     out = out.reshape(*out.shape[:2], heads, g, d)
     return _placed(out, (b, found.rows, h, found.shared, "value"), found.result)
