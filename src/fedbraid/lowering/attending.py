@@ -141,7 +141,7 @@ def _step(node: Node) -> _Step | None:
             return _Step(before, 1.0, switch, low, added=True)
         if node.name == "mul" and low == 0 and high > 0:
             return _Step(before, high, switch)
-    if node.name == "select_n" and len(node.args) == 3 and node.args[0].shape == node.shape:
+    if node.name == "select_n" and (node.args[0].aval.dtype, node.args[0].shape) == (bool, node.shape):
         switch = _unrepeated(node.args[0])
         for kept in (2, 1):  # where the switch is true, and where it is false
             number = node.args[3 - kept].number()
@@ -179,6 +179,8 @@ def _two_values(node: Node) -> tuple[Node, float, float] | None:
     false, true = (_evaluated(node, flag, sources) for flag in (False, True))
     if false is None or true is None or false == true or any(source is not sources[0] for source in sources):
         return None
+    if sources[0].shape != node.shape:  # one boolean for all entries
+        return None
     return (sources[0] if true > false else _not(sources[0])), min(false, true), max(false, true)
 
 
@@ -199,16 +201,14 @@ def _evaluated(node: Node, flag: bool, sources: list[Node]) -> float | None:
             return None
         args.append(np.float32(value))
     with np.errstate(all="ignore"):
-        return float(SWITCHED[node.name](*args))
+        return float(np.asarray(SWITCHED[node.name](*args)).astype(node.aval.dtype))
 
 
 def _softmax(node: Node) -> tuple[Node, int] | None:
     """(x, axis) of a softmax."""
     if node.name != "div":
         return None
-    powers, total = node.args
-    while total.name in ("broadcast_in_dim", "reshape", "expand_dims"):
-        total = total.args[0]
+    powers, total = node.args[0], bare(node.args[1])
     if total.name != "reduce_sum" or total.args[0] is not powers or len(total.params["axes"]) != 1:
         return None
     if powers.name != "exp" or powers.args[0].name != "sub":
@@ -217,7 +217,7 @@ def _softmax(node: Node) -> tuple[Node, int] | None:
     x, largest = powers.args[0].args
     if axis != len(x.shape) - 1:
         return None
-    largest = bare(largest)
+    largest = bare(largest, stopped=True)
     return (x, axis) if largest.name == "reduce_max" and largest.args[0] is x else None
 
 
