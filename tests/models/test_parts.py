@@ -5,6 +5,7 @@ from collections import Counter
 import equinox as eqx
 import jax
 import jax.extend
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -16,6 +17,7 @@ from fedbraid.lowering import attention, fused, kernels, row_norm
 from fedbraid.lowering.attention import Given, Heads
 from fedbraid.lowering.explanation import _kernel_names
 from fedbraid.lowering.kernels import attention as attention_kernel
+from fedbraid.lowering.kernels import dense
 from fedbraid.lowering.kernels import rows as rows_kernel
 from fedbraid.lowering.kernels import smooth as smooth_kernel
 from fedbraid.lowering.mixed import narrow_activations
@@ -75,6 +77,24 @@ def test_the_kernel_of_attention(t, s, heads, keys, causal, padded):
         lambda *a: attention.plainly(a, Given(mask=mask), how),
         *args,
     )
+
+
+@pytest.mark.parametrize(("added", "filler"), [(False, -1e30), (False, -1e4), (True, -1e4), (True, -1e38)])
+def test_queries_that_see_nothing(added, filler):
+    """Replaced scores have no gradient. Scores to which a number is added keep theirs."""
+    seen = np.ones((2, 1, 20, 20), np.int8)
+    seen[0, 0, 3] = seen[1, 0, :, 15:] = seen[1, 0, 7:9] = 0
+    args, how = [draw(2, 20, 4, 24) for _ in range(3)], Heads(((0, 0), (1, 0), (2, 0)), 4, 4, 0.3)
+    how = how._replace(filler=filler, added=added)
+
+    def wanted(q, k, v):
+        scores = 0.3 * jnp.einsum("bthd,bshd->bhts", q, k)
+        scores = scores + jnp.where(seen, 0, filler) if added else jnp.where(seen, scores, filler)
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
+
+    given = Given(mask=jnp.asarray(seen))
+    for function in (attention_kernel.attend, attention.plainly):
+        assert_same(lambda *a, function=function: function(a, given, how), wanted, *args)
 
 
 def test_queries_keys_and_values_in_one_array_with_a_bias():
@@ -358,6 +378,26 @@ def test_parts_are_found_in_any_transformer_and_gradients_are_close(name):
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("added", [False, True])
+def test_queries_that_see_nothing_are_found_with_the_right_gradient(added):
+    rng = np.random.default_rng(2)
+    w, x = {name: jnp.asarray(0.3 * rng.standard_normal((32, 32)), jnp.float32) for name in "abc"}, rng.random((40, 32))
+    rows, columns = np.arange(40)[:, None], np.arange(40)
+
+    def loss(w, x):
+        y = x @ w["a"]
+        scores, seen = y @ (x @ w["b"]).T, (rows > 20) & (columns % 3 > 0) & (x[0, 0] < 2)
+        scores = scores + jnp.where(seen, 0.0, -1e4) if added else jnp.where(seen, scores, -1e9)
+        return jnp.sum((jax.nn.softmax(scores) @ y @ w["c"]) ** 2 * rows * jnp.arange(32))
+
+    x = jnp.asarray(x - 0.5, jnp.float32)
+    program = jax.make_jaxpr(jax.grad(narrow_activations(loss)))(w, x)
+    assert Counter(_kernel_names(program.jaxpr)) == {"attention": 1, "attention_back": 1}
+    exact, found = (jax.grad(function)(w, x)["b"] for function in (loss, narrow_activations(loss)))
+    assert jnp.linalg.norm(found - exact) < 0.05 * jnp.linalg.norm(exact)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_what_is_not_attention_is_left_alone():
     """A softmax over the queries, and a mask that depends on the scores' values through another factor."""
 
@@ -394,11 +434,136 @@ def test_what_is_not_attention_is_left_alone():
         assert jnp.vdot(exact, jax.grad(narrow_activations(function))(w, x)) > 0.98 * jnp.vdot(exact, exact)
 
 
+def kernels_of(loss, *args):
+    return Counter(_kernel_names(jax.make_jaxpr(jax.grad(narrow_activations(loss)))(*args).jaxpr))
+
+
+def assert_close(loss, *args, most=0.02):
+    """The gradient in mixed precision is close to that of float32."""
+    exact, found = (jax.flatten_util.ravel_pytree(jax.grad(f)(*args))[0] for f in (loss, narrow_activations(loss)))
+    assert jnp.linalg.norm(found - exact) < most * jnp.linalg.norm(exact)
+
+
+def small(classes=32):
+    rng = np.random.default_rng(3)
+    shapes = {"a": (32, 32), "b": (32, classes), "c": (32, 32), "bias": (32,)}
+    params = {name: jnp.asarray(0.3 * rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+    return params, jnp.asarray(rng.standard_normal((40, 32)), jnp.float32)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_statistics_through_which_no_gradient_flows():
+    def norm(p, x):
+        h = x @ p["a"]
+        centred = h - h.mean(-1, keepdims=True)
+        h = centred * jax.lax.stop_gradient(jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-5))
+        return jnp.mean((h @ p["b"]) ** 2 * jnp.arange(32))
+
+    def total(p, x):
+        scores = (x @ p["a"])[:32]
+        total = jax.lax.stop_gradient(jnp.exp(scores - 1).sum(-1, keepdims=True))
+        return jnp.mean((jnp.log(total) - scores @ p["c"]) ** 2)
+
+    for loss in (norm, total):
+        assert not kernels_of(loss, *small())
+        assert_close(loss, *small())
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_powers_that_are_divided_by_the_sums_of_other_rows():
+    def loss(p, x):
+        y = (x @ p["a"])[:32]
+        scores = 0.1 * y @ (x @ p["b"])[:32].T
+        powers = jnp.exp(scores - scores.max(-1, keepdims=True))
+        return jnp.mean((powers / powers.sum(-1) @ y @ p["c"]) ** 2)
+
+    assert not kernels_of(loss, *small())
+    assert_close(loss, *small())
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("shape", [(40, 32), (4, 10, 32)])
+def test_activations_with_arrays_of_one_number(shape):
+    def loss(p, x):
+        h = (x @ p["a"] + p["bias"]).reshape(shape)
+        h = h * jnp.full(shape, 0.5) * jax.lax.add(jax.lax.full(shape, 1.0), jnp.tanh(h))
+        return jnp.mean((h @ p["b"]) ** 2)
+
+    assert kernels_of(loss, *small()) == {"activation": 1, "activation_back": 1}
+    assert_close(loss, *small())
+
+
+def test_an_infinite_slope_beyond_the_array():
+    """Of rows that fill no tile: the slope at 0 is infinite, and no entry is 0."""
+    x, dy, bias, w = jnp.ones((40, 48)), draw(40, 48), jnp.zeros(48), jnp.eye(48)
+    slopes = 0.5 * np.asarray(dy, float)
+    for dx, dbias in (
+        smooth_kernel.activation_back(jnp.sqrt, x, bias, dy),
+        dense.gradient(jnp.sqrt, dy, w, x, bias),
+    ):
+        np.testing.assert_allclose(dx, slopes, rtol=1e-6)
+        np.testing.assert_allclose(dbias, slopes.sum(0), atol=1e-4)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_queries_keys_and_values_with_one_bias():
+    def loss(p, x):
+        qkv = jnp.einsum("btc,ckn->btkn", x.reshape(2, 20, 32), jnp.stack([p["a"], p["b"], p["c"]], 1)) + p["bias"]
+        q, k, v = jnp.moveaxis(qkv.reshape(2, 20, 3, 2, 16), 2, 0)
+        weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) / 4)
+        return jnp.mean((jnp.einsum("bhts,bshd->bthd", weights, v).reshape(40, 32) @ p["a"]) ** 2)
+
+    def sliced(p, x):
+        qkv = jnp.einsum("btc,ckn->btkn", x.reshape(2, 20, 32), jnp.stack([p["a"], p["b"], p["c"]], 1)) + p["bias"]
+        qkv = qkv.reshape(2, 20, 3, 2, 16)
+        weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", qkv[:, :, 0], qkv[:, :, 1]) / 4)
+        return jnp.mean((jnp.einsum("bhts,bshd->bthd", weights, qkv[:, :, 2]).reshape(40, 32) @ p["a"]) ** 2)
+
+    for each in (loss, sliced):
+        assert kernels_of(each, *small()) == {"attention": 1, "attention_back": 1}
+        assert_close(each, *small())
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("mode", ["clip", "fill", None])
+def test_places_outside_of_a_row(mode):
+    def loss(p, x):
+        scored = jax.nn.log_softmax(x @ p["a"] @ p["b"])
+        found = jnp.take_along_axis(scored, 20 * jnp.arange(40)[:, None] - 380, 1, mode=mode)
+        return -jnp.where(jnp.isfinite(found), found, 0).mean()
+
+    assert kernels_of(loss, *small(300)) == {"log_sum_exp": 1}
+    assert_close(loss, *small(300))
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_switches_of_scores():
+    """One boolean for all scores, and a factor that becomes another number in a narrower dtype."""
+
+    def whole(p, x):
+        y = x @ p["a"]
+        mask = jax.lax.select(x[0, 0] > 9, jnp.zeros((40, 40)), jnp.full((40, 40), -1e9))
+        return jnp.mean((jax.nn.softmax(0.1 * y @ (x @ p["b"]).T + mask) @ y @ p["c"]) ** 2)
+
+    def rounded(p, x):
+        y, kept = x @ p["a"], (x @ jnp.ones(32) > 0) / 0.6
+        weights = jax.nn.softmax(0.1 * y @ (x @ p["b"]).T) * kept.astype(jnp.int32).astype(jnp.float32)[:, None]
+        return jnp.mean((weights @ y @ p["c"]) ** 2)
+
+    assert not kernels_of(whole, *small())
+    for loss in (whole, rounded):
+        assert_close(loss, *small(), most=0.05)
+
+
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_the_programs_are_lowered_for_a_gpu(monkeypatch):
     for module in (attention_kernel, rows_kernel, smooth_kernel):
         monkeypatch.setattr(module, "interpreted", lambda: False)
-    for name, kernel in (("gpt", "attention_back_with_bias"), ("as in torch", "attention_back_with_bias_with_dropout")):
+    for name, kernel in (
+        ("gpt", "attention_back_with_bias"),
+        ("encoder", "attention_back_with_bias"),
+        ("as in torch", "attention_back_with_bias_with_dropout"),
+    ):
         loss, params, examples = FOUND[name][0]()
         narrow = narrow_activations(loss)
         program = jax.jit(jax.grad(lambda p, narrow=narrow, examples=examples: narrow(p, examples, KEY)))

@@ -175,6 +175,30 @@ def test_a_gradient_that_something_else_reads_is_computed():
     assert find_updates(opened(jax.make_jaxpr(step)(*shapes)), 0, (0,)) == updates.Updates()
 
 
+@pytest.mark.parametrize("kind", [jnp.int8, jnp.float8_e4m3fn, jnp.float16])
+def test_a_gradient_of_fewer_digits_is_computed(kind):
+    """Only the rounding to bfloat16 is left out: another dtype is part of what the client computes."""
+
+    def step(w, x, y):
+        return w - RATE * jax.lax.dot_general(x, y, (((0,), (0,)), ((), ()))).astype(kind).astype(jnp.float32)
+
+    def narrow(w, x, y):
+        gradient = jax.lax.dot_general(x, y, (((0,), (0,)), ((), ())), preferred_element_type=kind)
+        return w - RATE * gradient.astype(jnp.float32)
+
+    shapes = [jax.ShapeDtypeStruct((64, 64), dtype) for dtype in (jnp.float32, HALF, HALF)]
+    for each in (step, narrow):
+        assert find_updates(opened(jax.make_jaxpr(each)(*shapes)), 0, (0,)).products == ()
+
+
+def test_leaves_without_entries_are_left_alone():
+    def step(a, b, c, *slopes):
+        return [w - RATE * g for w, g in zip((a, b, c), slopes, strict=True)]
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((0,), (3,), (), (0,), (3,), ())]
+    assert [each.leaf for each in find_updates(opened(jax.make_jaxpr(step)(*shapes)), 0, ()).small] == [1, 2]
+
+
 def test_slices_that_are_next_to_each_other():
     def step(a, b, source):
         return a - source[1, 2], b - 2.0 * source[0, :, 1], source

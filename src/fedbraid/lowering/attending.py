@@ -57,6 +57,7 @@ class Attention(NamedTuple):
     mask: Layout | None
     causal: bool
     filler: float
+    added: bool  # the filler is added to masked scores
     kept: Layout | None  # of the weights, by dropout
     factor: float  # of the weights that are kept
     result: Labels
@@ -74,6 +75,7 @@ class _Scores(NamedTuple):
     scale: float = 1.0
     mask: Layout | None = None
     filler: float = -1e30
+    added: bool = False
     columns: Any = None
     kept: Layout | None = None
     factor: float = 1.0
@@ -110,12 +112,16 @@ def _path(node: Node) -> list[Node] | None:
 
 
 class _Step(NamedTuple):
-    """An operation on scores or weights: ``factor * before``, and ``other`` where a switch is false."""
+    """An operation on scores or weights: ``factor * before``, and ``other`` where a switch is false.
+
+    added: there ``before + other``.
+    """
 
     before: Node
     factor: float = 1.0
     switch: Layout | None = None  # its labels are numbers of axes
     other: float = 0.0
+    added: bool = False
 
 
 def _step(node: Node) -> _Step | None:
@@ -132,10 +138,10 @@ def _step(node: Node) -> _Step | None:
             continue
         switch, (_, low, high) = repeated._replace(node=two[0]), two
         if node.name == "add" and high == 0 and low <= LOW:
-            return _Step(before, 1.0, switch, low)
+            return _Step(before, 1.0, switch, low, added=True)
         if node.name == "mul" and low == 0 and high > 0:
             return _Step(before, high, switch)
-    if node.name == "select_n" and len(node.args) == 3 and node.args[0].shape == node.shape:
+    if node.name == "select_n" and (node.args[0].aval.dtype, node.args[0].shape) == (bool, node.shape):
         switch = _unrepeated(node.args[0])
         for kept in (2, 1):  # where the switch is true, and where it is false
             number = node.args[3 - kept].number()
@@ -173,6 +179,8 @@ def _two_values(node: Node) -> tuple[Node, float, float] | None:
     false, true = (_evaluated(node, flag, sources) for flag in (False, True))
     if false is None or true is None or false == true or any(source is not sources[0] for source in sources):
         return None
+    if sources[0].shape != node.shape:  # one boolean for all entries
+        return None
     return (sources[0] if true > false else _not(sources[0])), min(false, true), max(false, true)
 
 
@@ -193,16 +201,14 @@ def _evaluated(node: Node, flag: bool, sources: list[Node]) -> float | None:
             return None
         args.append(np.float32(value))
     with np.errstate(all="ignore"):
-        return float(SWITCHED[node.name](*args))
+        return float(np.asarray(SWITCHED[node.name](*args)).astype(node.aval.dtype))
 
 
 def _softmax(node: Node) -> tuple[Node, int] | None:
     """(x, axis) of a softmax."""
     if node.name != "div":
         return None
-    powers, total = node.args
-    while total.name in ("broadcast_in_dim", "reshape", "expand_dims"):
-        total = total.args[0]
+    powers, total = node.args[0], bare(node.args[1])
     if total.name != "reduce_sum" or total.args[0] is not powers or len(total.params["axes"]) != 1:
         return None
     if powers.name != "exp" or powers.args[0].name != "sub":
@@ -211,7 +217,7 @@ def _softmax(node: Node) -> tuple[Node, int] | None:
     x, largest = powers.args[0].args
     if axis != len(x.shape) - 1:
         return None
-    largest = bare(largest)
+    largest = bare(largest, stopped=True)
     return (x, axis) if largest.name == "reduce_max" and largest.args[0] is x else None
 
 
@@ -285,7 +291,7 @@ def _after(step: _Step, scores: _Scores) -> _Scores | None:
         return None
     if switch is None:
         return scores._replace(scale=scores.scale * step.factor)
-    return scores._replace(mask=switch, filler=max(step.other, -1e38))
+    return scores._replace(mask=switch, filler=max(step.other, -1e38), added=step.added)
 
 
 def _attention(node: Node, side: int, path: list[Node]) -> Attention | None:
@@ -320,7 +326,7 @@ def _attention(node: Node, side: int, path: list[Node]) -> Attention | None:
             return None
         pattern = None
     return Attention(query, key, value, batch, rows, shared, scores.columns, inner, scale, pattern, causal,
-                     scores.filler, scores.kept, scores.factor, result)  # fmt: skip
+                     scores.filler, scores.added, scores.kept, scores.factor, result)  # fmt: skip
 
 
 def _unscaled(factor: Layout) -> tuple[Layout, float]:

@@ -22,6 +22,7 @@ class Heads(NamedTuple):
     causal: a query sees itself and what is before it.
     filler: value of masked scores.
     factor: of the weights that dropout keeps.
+    added: the filler is added to masked scores, instead of replacing them.
     """
 
     places: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
@@ -31,6 +32,7 @@ class Heads(NamedTuple):
     causal: bool = False
     filler: float = -1e30
     factor: float = 1.0
+    added: bool = False
 
     @property
     def group(self) -> int:
@@ -66,7 +68,7 @@ def plainly(sources: tuple[Array, ...], given: Given, heads: Heads) -> Array:
     if heads.causal:
         scores = jnp.where(np.tri(*scores.shape[-2:], dtype=bool), scores, np.float32(heads.filler))
     if mask is not None:
-        scores = jnp.where(mask != 0, scores, np.float32(heads.filler))
+        scores = jnp.where(mask != 0, scores, np.float32(heads.filler) + (scores if heads.added else 0))
     weights = jax.nn.softmax(scores) * np.float32(heads.factor)
     if kept is not None:
         weights = jnp.where(kept != 0, weights, 0)

@@ -79,14 +79,17 @@ def _log_sum_exp_jvp(kernel, primals, tangents):
     return total, linear(along, back, (x, total), dx)
 
 
-def picked(x: Array, at: Array, gather: Callable) -> Array:
+def picked(x: Array, at: Array, gather: Callable, clipped: bool = False) -> Array:
     """``gather(x, at)``: the value of each row of x [..., C] at one place. Its gradient is no scatter, which would need
     an array of zeros of the size of x.
+
+    clipped: places outside of a row stand for its first and its last.
     """
     at = lax.stop_gradient(at)
 
     def back(at: Array, dy: Array) -> Array:
         at = at.reshape(*x.shape[:-1], 1)  # places outside of a row have no gradient
+        at = jnp.clip(at, 0, x.shape[-1] - 1) if clipped else at
         hit = lax.broadcasted_iota(at.dtype, x.shape, x.ndim - 1) == at
         return jnp.where(hit, dy.reshape(*x.shape[:-1], 1), 0).astype(x.dtype)
 
@@ -172,6 +175,8 @@ def region(
         def value(node: Node) -> Array:
             if node.name == "literal":
                 return node.atom.val
+            if id(node) not in known and (number := node.number()) is not None:
+                known[id(node)] = node.aval.dtype.type(number)  # an array of it would not have the shape of x
             if id(node) not in known:
                 primitive, args = node.equation.primitive, [value(arg) for arg in node.args]
                 bind = partial(primitive.bind, **primitive.get_bind_params(node.params))
@@ -235,11 +240,12 @@ def attend(
         base, places = packed
         shape = (*base.shape[:2], 3 * heads, d)
         x, added = biased(base.args[0], of) if base.name == "reshape" else (base, None)
-        x, added = (base, None) if added is None else (x, added)
+        if added is None or math.prod(added.shape) != math.prod(shape[2:]):  # a bias that heads share is none
+            x, added = base, None
         sources = (narrow(read(x)).reshape(shape),)
         bias = None if added is None else _wide(read(added)).reshape(shape[2:])
     mask, kept = (_flags(found, layout, read, (b, h)) for layout in (found.mask, found.kept))
-    how = Heads(places, heads * g, heads, found.scale, found.causal, found.filler, found.factor)
+    how = Heads(places, heads * g, heads, found.scale, found.causal, found.filler, found.factor, found.added)
     out = kernel(sources, Given(bias, mask, kept), how)
     out = out.reshape(*out.shape[:2], heads, g, d)
     return _placed(out, (b, found.rows, h, found.shared, "value"), found.result)

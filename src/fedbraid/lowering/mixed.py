@@ -251,7 +251,7 @@ def _in_one_piece(part: Any, node: Node, of: Graph, read: Callable[[Node], Value
         return [Value(total - shift, WIDE)]
     if isinstance(part, Picked) and part.x.shape[-1] >= FEWEST and read(part.x).kind in (NARROW, WIDE):
         gather = lambda x, at: _bind(node.equation, [x, at])[0]  # noqa: E731
-        return [Value(_wide(fused.picked(read(part.x).array, read(part.at).array, gather)), WIDE)]
+        return [Value(_wide(fused.picked(read(part.x).array, read(part.at).array, gather, part.clipped)), WIDE)]
     return None
 
 
@@ -259,7 +259,7 @@ def _activated(part: Activation, node: Node, read: Callable[[Node], Value]) -> V
     bias = None if part.bias is None else read(part.bias)
     if bias is not None and bias.kind is not FREE:
         return Value(fused.elementwise(fused.region(node, part.source), _half(read(part.source).array)), NARROW)
-    names = {inner.name for inner in (node, *interior(node, (part.source,)))}
+    names = {inner.name for inner in (node, *interior(node, (part.source,))) if inner.number() is None}
     there = kernels.available() and names <= {*OPERATIONS, *fused.IN_KERNELS}
     function = fused.region(node, part.source)
     kernel = fused.region(node, part.source, fused.IN_KERNELS) if there else None

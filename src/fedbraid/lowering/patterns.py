@@ -242,12 +242,16 @@ def _along_rows(node: Node) -> bool:
     return out[:size] == x.shape or (size == len(out) and out[:-1] == x.shape[:-1] and x.shape[-1] == 1)
 
 
-def bare(node: Node) -> Node:
-    """A statistic of rows without what does not change its values: axes of size 1, and guards against infinity."""
+def bare(node: Node, *, stopped: bool = False) -> Node:
+    """A statistic of rows without what does not change its values: axes of size 1, and guards against infinity.
+
+    stopped: also without ``stop_gradient``, which changes derivatives.
+    """
     while True:
         if (
             (node.name == "broadcast_in_dim" and _along_rows(node))
-            or node.name in ("stop_gradient", "copy")
+            or node.name == "copy"
+            or (stopped and node.name == "stop_gradient")
             or (
                 node.name in ("reshape", "squeeze", "expand_dims")
                 and _trimmed(node.shape) == _trimmed(node.args[0].shape)
@@ -306,7 +310,7 @@ def log_sum(node: Node, of: Graph) -> LogSum | None:
     if node.name == "add":
         for log, largest in (node.args, node.args[::-1]):
             found = log_sum(log, of) if of.only_use(log) is node else None
-            if found is not None and reduced(bare(largest), "reduce_max") is found.x and _stopped(largest):
+            if found is not None and _shifted(largest) is found.x:
                 return LogSum(found.x, None)
         return None
     if node.name != "log":
@@ -317,7 +321,12 @@ def log_sum(node: Node, of: Graph) -> LogSum | None:
     if powers is None or powers.name != "exp" or powers.args[0].name != "sub":
         return None
     x, shift = powers.args[0].args
-    return LogSum(x, shift) if reduced(bare(shift), "reduce_max") is x and _stopped(shift) else None
+    return LogSum(x, shift) if _shifted(shift) is x else None
+
+
+def _shifted(node: Node) -> Node | None:
+    """x if a node is the largest value of each row of x, through which no gradient flows."""
+    return reduced(bare(node, stopped=True), "reduce_max") if _stopped(node) else None
 
 
 def _stopped(node: Node) -> bool:
@@ -336,8 +345,7 @@ class Picked(NamedTuple):
 
     x: Node
     at: Node
-    mode: str
-    fill: Any
+    clipped: bool  # places outside of a row stand for its first and its last
 
     @property
     def inputs(self) -> tuple[Node, ...]:
@@ -359,7 +367,7 @@ def picked(node: Node, _: Graph) -> Picked | None:
         and at.shape[:last] == x.shape[:-1]
         and math.prod(at.shape) == math.prod(node.shape) == rows
     )
-    return Picked(x, at, str(node.params["mode"]), node.params["fill_value"]) if same and last else None
+    return Picked(x, at, node.params["mode"] == lax.GatherScatterMode.CLIP) if same and last else None
 
 
 class Activation(NamedTuple):

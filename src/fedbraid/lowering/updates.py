@@ -29,6 +29,7 @@ Array = Any
 SMALL = 4096  # entries of a leaf that is updated together with others
 TOGETHER = 32  # leaves that one kernel updates
 LEAST = 64  # rows, columns and batch of a product that is worth a kernel
+ROUNDED = (jnp.float32, jnp.bfloat16)  # dtypes of a gradient whose rounding is left out
 
 
 class Product(NamedTuple):
@@ -163,7 +164,7 @@ class _Finder(Equations):
             elif scatter is not None:
                 scatters.append(Scatter(i, scale, scatter))
                 replaced.update(ends, scatter.outvars)
-            elif self.leaves[i].aval.size <= SMALL:
+            elif 0 < self.leaves[i].aval.size <= SMALL:
                 few.append((Small(i, scale, *self.entries(gradient)), ends))
         if len(few) > 1:
             small = [one for one, _ in few]
@@ -205,7 +206,8 @@ class _Finder(Equations):
             passed.append(gradient)
             gradient = equation.invars[0]
         equation = self.only(gradient, "dot_general")
-        if equation is None or i not in self.halves or len(gradient.aval.shape) != 2:
+        rounded = all(v.aval.dtype in ROUNDED for v in (*passed, gradient))
+        if equation is None or i not in self.halves or len(gradient.aval.shape) != 2 or not rounded:
             return None
         (over, batch), (x, y) = equation.params["dimension_numbers"], equation.invars
         leading = all(

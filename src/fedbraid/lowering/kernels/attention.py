@@ -9,6 +9,7 @@ With P the softmax of the scores and dO the gradient of the result O = P V,
     dV = P' dO,    dP = dO V',    dZ = P (dP - rowsum(P dP)),    dQ = scale dZ K,    dK = scale dZ' Q.
 
 With dropout, P in the first three is P D, where the entries of D are 0 or a factor: dP is multiplied by D before dZ.
+A mask replaces scores by a number, so dZ is 0 where it does. There P is 0, except for a query that sees no key at all.
 P is computed again for the gradient. Sums and scores are float32, the factors of products have the dtype of the input.
 Biases of queries, keys and values are added here, and their gradients are summed here.
 """
@@ -147,8 +148,10 @@ def _store(ref: Any, sequence: Any, rows: Array, head: Any, values: Array) -> No
     gpu.store(where, values.astype(ref.dtype), mask=None if _whole(ref, rows) else inside)
 
 
-def _weights(q: Array, k: Array, rows: Array, place: tuple, mask_ref: Any, heads: Heads, sizes: tuple) -> Array:
-    """The softmax of the scores of some queries with all keys, [rows, keys]."""
+def _weights(
+    q: Array, k: Array, rows: Array, place: tuple, mask_ref: Any, heads: Heads, sizes: tuple
+) -> tuple[Array, Array]:
+    """The softmax of the scores of some queries with all keys, [rows, keys], and the largest score of each query."""
     _, s, _ = sizes
     keys = jnp.arange(k.shape[0])
     scores = jnp.dot(q, k.T, preferred_element_type=jnp.float32) * np.float32(heads.scale)
@@ -157,11 +160,13 @@ def _weights(q: Array, k: Array, rows: Array, place: tuple, mask_ref: Any, heads
         seen = jnp.broadcast_to(rows[:, None] >= keys[None, :], shape)
         scores = jnp.where(seen, scores, np.float32(heads.filler))
     if mask_ref is not None:
-        scores = jnp.where(_flags(mask_ref, place, rows, keys, sizes), scores, np.float32(heads.filler))
+        masked = np.float32(heads.filler) + (scores if heads.added else jnp.zeros(shape, jnp.float32))
+        scores = jnp.where(_flags(mask_ref, place, rows, keys, sizes), scores, masked)
     if s != k.shape[0]:
         scores = jnp.where(jnp.broadcast_to((keys < s)[None, :], shape), scores, -jnp.inf)
-    powers = jnp.exp(scores - jnp.max(scores, 1)[:, None])
-    return powers * (1 / jnp.sum(powers, 1))[:, None]
+    largest = jnp.max(scores, 1)
+    powers = jnp.exp(scores - largest[:, None])
+    return powers * (1 / jnp.sum(powers, 1))[:, None], largest
 
 
 def _flags(ref: Any, place: tuple, rows: Array, keys: Array, sizes: tuple) -> Array:
@@ -202,7 +207,7 @@ def _forward_kernel(*refs, heads: Heads, sizes: tuple, rows: int, there: tuple[b
     q = _biased(query, sequence, here, head, d, given.bias)
     k = _biased(key, sequence, keys, shared, d, given.bias)
     v = _biased(value, sequence, keys, shared, d, given.bias)
-    p = _weights(q, k, here, (sequence, head), given.mask, heads, sizes)
+    p, _ = _weights(q, k, here, (sequence, head), given.mask, heads, sizes)
     p = _dropped(p, given.kept, here, (sequence, head), heads, sizes)
     _store(out_ref, sequence, here, head, jnp.dot(p.astype(v.dtype), v, preferred_element_type=jnp.float32))
 
@@ -238,9 +243,12 @@ def _backward_kernel(*refs, heads: Heads, sizes: tuple, rows: int, there: tuple[
         q = _biased(query, sequence, here, head, d, given.bias)
         slopes = _load(inputs[-1], sequence, here, head, d)
         drop = partial(_dropped, kept_ref=given.kept, rows=here, place=(sequence, head), heads=heads, sizes=sizes)
-        p = _weights(q, k, here, (sequence, head), given.mask, heads, sizes)
+        p, largest = _weights(q, k, here, (sequence, head), given.mask, heads, sizes)
         dp = drop(jnp.dot(slopes, v.T, preferred_element_type=jnp.float32))
-        dz = (p * (dp - jnp.sum(p * dp, 1)[:, None]) * np.float32(heads.scale)).astype(q.dtype)
+        scale = np.float32(heads.scale)
+        if given.mask is not None and not heads.added:
+            scale = jnp.where(largest == np.float32(heads.filler), 0.0, scale)[:, None]
+        dz = (p * (dp - jnp.sum(p * dp, 1)[:, None]) * scale).astype(q.dtype)
         change = jnp.dot(dz, k, preferred_element_type=jnp.float32)
         _store(dq[0], sequence, here, dq[1] + head, change)
         more = (dz.T, q), (drop(p).astype(q.dtype).T, slopes)

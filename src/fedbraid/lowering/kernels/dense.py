@@ -127,7 +127,9 @@ def _gradient_kernel(x_ref, w_ref, h_ref, b_ref, dh_ref, db_ref, *, function: Ca
     rows, columns = p.places()
     da = p.compute(x_ref, w_ref).astype(h_ref.dtype).astype(jnp.float32)  # in half of the registers
     h = load(h_ref, rows, columns, p.n, p.m, whole=p.whole).astype(jnp.float32) + _bias(b_ref, columns, p)
-    dh = jax.jvp(function, (h,), (da,))[1]  # zero beyond the array, where da is
+    dh = jax.jvp(function, (h,), (da,))[1]
+    if not p.whole:  # beyond the array da is 0, but a slope may be infinite
+        dh = jnp.where(jnp.broadcast_to((rows < p.n)[:, None], dh.shape), dh, 0.0)
     store(dh_ref, rows, columns, p.n, p.m, dh, whole=p.whole)
     gpu.store(db_ref.at[jnp.full(columns.shape, pl.program_id(0)), columns], jnp.sum(dh, 0), mask=columns < p.m)
 

@@ -82,7 +82,9 @@ def _forward_kernel(x_ref, b_ref, y_ref, *, function: Callable, sizes: Sizes, ti
 def _back_kernel(x_ref, b_ref, dy_ref, dx_ref, db_ref, *, function: Callable, sizes: Sizes, tile: Sizes):
     rows, columns, x, whole = _sums(x_ref, b_ref, sizes, tile)
     dy = load(dy_ref, rows, columns, *sizes, whole=whole).astype(jnp.float32)
-    dx = jax.jvp(function, (x,), (dy,))[1]  # zero beyond the array, where dy is
+    dx = jax.jvp(function, (x,), (dy,))[1]
+    if not whole:  # beyond the array dy is 0, but a slope may be infinite
+        dx = jnp.where(jnp.broadcast_to((rows < sizes[0])[:, None], dx.shape), dx, 0.0)
     store(dx_ref, rows, columns, *sizes, dx, whole=whole)
     gpu.store(db_ref.at[jnp.full(columns.shape, pl.program_id(0)), columns], jnp.sum(dx, 0), mask=columns < sizes[1])
 
