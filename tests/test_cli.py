@@ -15,6 +15,7 @@ import types
 import click
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 import fedbraid
@@ -25,6 +26,20 @@ from fedbraid.cli.app import COMMANDS, GROUPS, make_app, system_error
 def test_the_version_is_printed():
     result = CliRunner().invoke(make_app(), ["--version"])
     assert (result.exit_code, result.stdout) == (0, f"fedbraid {fedbraid.__version__}\n")
+
+
+def test_the_bar_of_a_run_says_evaluating_and_counts_a_round_once():
+    from fedbraid.cli.run import _Watch
+    from fedbraid.simulation import Progress
+
+    watch = _Watch(Console(quiet=True), 10, show=False)
+    row = {"train/loss": 0.5, "train/bytes_up": 100.0}
+    watch.progress(Progress(2, row, 1.0))
+    watch.progress(Progress(4, row, 2.0))
+    watch.progress(Progress(4, row, 2.1, evaluating=True))
+    assert watch.bar.tasks[0].fields["news"] == "loss 0.500  2.0 rounds/s  400 B  evaluating"
+    watch.progress(Progress(4, row, 60.0))
+    assert watch.bar.tasks[0].fields["news"] == "loss 0.500  2.0 rounds/s  400 B"
 
 
 def test_help_names_every_command():
@@ -118,7 +133,7 @@ def test_a_stop_that_arrives_while_it_is_sent_again_is_not_lost(monkeypatch):
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        (errno.EACCES, "runs/mine: .*; choose a place that you may write to"),
+        (errno.EACCES, "runs/mine: .*; check who may read and write it, or choose another place"),
         (errno.EROFS, "; choose a place that you may write to"),
         (errno.ENOTDIR, "; a part of this path is a file, not a folder"),
         (errno.ENOSPC, "; free some space and run the command again"),

@@ -289,8 +289,8 @@ _WORDS: Mapping[Any, str] = {int: "a whole number", float: "a number", bool: "tr
 def _in_words(hint: Any) -> str:
     """An annotation as words for people who do not know Python.
 
-    >>> _in_words(int | None), _in_words(Literal["sum", "mean"] | float)
-    ('a whole number', "'sum' or 'mean' or a number")
+    >>> _in_words(int | None), _in_words(Literal["sum", "mean"] | float), _in_words(str | Mapping[str, float])
+    ('a whole number', "'sum' or 'mean' or a number", 'text in quotes or a table')
     """
     origin, inside = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
@@ -300,6 +300,8 @@ def _in_words(hint: Any) -> str:
     if origin in (Sequence, tuple, list):
         item = _WORDS.get(inside[0]) if inside else None
         return f"a list, each {item}" if item else "a list"
+    if origin in (Mapping, dict) or hint in (Mapping, dict):
+        return "a table"
     return _WORDS.get(hint) or (hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", ""))
 
 
@@ -314,6 +316,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return value in inside and type(value) in map(type, inside)
     if origin is not None and isinstance(value, str):
         return False  # a text is a sequence, too
+    if origin in (Mapping, dict):
+        return isinstance(value, Mapping)
     if origin in (Sequence, tuple, list):
         item = inside[0] if inside else Any
         return isinstance(value, tuple | list) and all(_fits(one, item) for one in value)

@@ -189,10 +189,15 @@ def test_every_named_optimizer_descends(name):
 
 
 def test_mistakes_are_named():
-    with pytest.raises(ValueError, match=r"client_opt must be one of sgd, momentum.* got 'adamm'"):
+    with pytest.raises(ValueError, match=r"client_opt must be one of sgd, momentum.* \(did you mean 'adam'"):
         fb.fedavg(loss, client_opt="adamm")
+    for given in (3, ["adam"], {"name": ["adam"]}):
+        with pytest.raises(ValueError, match=r"client_opt must be one of sgd, momentum.* or a table .* got"):
+            fb.fedavg(loss, client_opt=given)
     with pytest.raises(ValueError, match="client_opt 'adam' has no option 'beta'; it takes b1, b2"):
         fb.fedavg(loss, client_opt={"name": "adam", "beta": 1})
+    with pytest.raises(ValueError, match=r"no option 'weight_decy' \(did you mean 'weight_decay'\?\)"):
+        fb.fedavg(loss, client_opt={"name": "adam", "weight_decy": 0.1})
     with pytest.raises(ValueError, match="client_opt_state must be one of 'reset', 'kept', got 'forget'"):
         fb.fedavg(loss, client_opt="adam", client_opt_state="forget")
     with pytest.raises(ValueError, match=r"client_opt.schedule.over must be a whole number of at least 1, got None"):

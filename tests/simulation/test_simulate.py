@@ -277,6 +277,21 @@ def test_two_algorithms_see_the_same_cohorts():
     assert len(seen["fedavg"]) == 8
 
 
+def test_progress_says_when_a_model_is_evaluated():
+    """An evaluation may take minutes: it is reported before it begins, without its scores, and cannot end the run."""
+    seen = []
+
+    def look(now):
+        seen.append((now.round, now.evaluating, "test_loss" in now.row))
+        return now.evaluating
+
+    metrics = fb.Metrics(lambda p, batch: {"loss": (batch["x"][:, 0] * p, batch["mask"])})
+    data = fb.FederatedData(clients(), clients())
+    simulate(counting(), jnp.float64(2.0), data, metrics=metrics, rounds=4, cohort=3, eval_every=4, on_progress=look)
+    assert seen[-2:] == [(4, True, False), (4, False, True)]
+    assert [now for now in seen if now[1]] == [(4, True, False)]
+
+
 def test_evaluation_by_client():
     split = clients()
     data = fb.FederatedData(split, split)

@@ -25,6 +25,7 @@ from fedbraid.algorithms.local_smoothness import delta_sgd_steps
 from fedbraid.algorithms.schedules import schedule
 from fedbraid.core import check_choice, check_number, is_traced, is_zero
 from fedbraid.local import LocalOptions
+from fedbraid.names import nearest
 from fedbraid.notices import notice
 
 __all__ = ["OPTIMIZERS", "ClientOptimizer", "ClientOptions", "OptimizerSpec", "client_optimizer", "optimizer"]
@@ -123,10 +124,13 @@ def optimizer(spec: OptimizerSpec, lr: Any, *, what: str = "client_opt") -> opta
         return _promoting(spec)
     if callable(spec):
         return _promoting(spec(lr))
-    table = {"name": spec} if isinstance(spec, str) else dict(spec)
+    table = {**spec} if isinstance(spec, Mapping) else {"name": spec}
     name = table.pop("name", None)
-    if name not in OPTIMIZERS:
-        raise ValueError(f"{what} must be one of {', '.join(OPTIMIZERS)}, or a table with such a name, got {name!r}")
+    if not isinstance(name, str) or name not in OPTIMIZERS:
+        near = nearest(name, OPTIMIZERS) if isinstance(name, str) else ""
+        raise ValueError(
+            f"{what} must be one of {', '.join(OPTIMIZERS)}, or a table with such a name, got {name!r}{near}"
+        )
     factory = OPTIMIZERS[name]
     if name in WITHOUT_RATE:
         if is_traced(lr) or lr != 1.0:
@@ -136,7 +140,8 @@ def optimizer(spec: OptimizerSpec, lr: Any, *, what: str = "client_opt") -> opta
     own = [option for option in inspect.signature(factory).parameters if option != "learning_rate"]
     for option in table:
         if option not in (*own, *COMMON):
-            raise ValueError(f"{what} {name!r} has no option {option!r}; it takes {', '.join((*own, *COMMON))}")
+            near = nearest(option, (*own, *COMMON))
+            raise ValueError(f"{what} {name!r} has no option {option!r}{near}; it takes {', '.join((*own, *COMMON))}")
     return _promoting(_composed(factory, own, table, lr, what))
 
 

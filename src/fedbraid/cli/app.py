@@ -149,7 +149,7 @@ def system_error(error: OSError) -> str:
     """An error of the operating system as one line: the path, the reason, and what to do about a full disk.
 
     >>> system_error(PermissionError(errno.EACCES, "Permission denied", "runs/mine"))
-    'runs/mine: Permission denied; choose a place that you may write to (--out)'
+    'runs/mine: Permission denied; check who may read and write it, or choose another place (--out)'
     """
     if error.strerror is None:
         return " ".join(str(error).split()) or type(error).__name__
@@ -160,9 +160,9 @@ def system_error(error: OSError) -> str:
 _NEXT = {
     errno.ENOSPC: "; free some space and run the command again",
     errno.EDQUOT: "; free some space and run the command again",
-    errno.EACCES: "; choose a place that you may write to (--out)",
+    errno.EACCES: "; check who may read and write it, or choose another place (--out)",
     errno.EROFS: "; choose a place that you may write to (--out)",
-    errno.ENOTDIR: "; a part of this path is a file, not a folder: choose another place (--out)",
+    errno.ENOTDIR: "; a part of this path is a file, not a folder: check the path, or choose another place (--out)",
 }
 
 

@@ -280,11 +280,11 @@ class _Watch:
 
     def progress(self, now: Any) -> bool:
         before_round, before_seconds = self.last
-        if now.seconds > before_seconds and before_round:
-            self.rate = (now.round - before_round) / (now.seconds - before_seconds)
-        sent = sum(v for k, v in now.row.items() if "/bytes_" in k) * (now.round - before_round)
-        self.bytes += sent
-        self.last = (now.round, now.seconds)
+        if now.round > before_round:  # not the report after an evaluation
+            if now.seconds > before_seconds and before_round:
+                self.rate = (now.round - before_round) / (now.seconds - before_seconds)
+            self.bytes += sum(v for k, v in now.row.items() if "/bytes_" in k) * (now.round - before_round)
+            self.last = (now.round, now.seconds)
         loss = next((v for k, v in now.row.items() if k.endswith("/loss")), None)
         news = [] if loss is None else [f"loss {loss:.3f}"]
         shown = next((name for name in ("test_personal_accuracy", "test_accuracy") if name in now.row), None)
@@ -295,6 +295,8 @@ class _Watch:
         news.append(format_bytes(self.bytes))
         if "simulated_seconds" in now.row:
             news.append(f"{format_seconds(now.row['simulated_seconds'])} simulated")
+        if now.evaluating:
+            news.append("evaluating")
         if not self.stop:
             self.bar.update(self.task, completed=now.round, news="  ".join(news))
         return self.stop

@@ -77,14 +77,17 @@ def _run(
     if on_built is not None:
         on_built(experiment)
     stamps: list[tuple[int, float]] = []
+    last: list[Progress] = []
     record = live.recorder(out, experiment)
 
     with tracking(config, out) as send:
 
         def watched(now: Progress) -> bool | None:
-            stamps.append((now.round, now.seconds))
-            record(now)
-            send(now)
+            if not now.evaluating:
+                stamps.append((now.round, now.seconds))
+                record(now)
+                send(now)
+                last[:] = [now]
             return None if on_progress is None else on_progress(now)
 
         began = time.perf_counter()
@@ -92,6 +95,8 @@ def _run(
         seconds = time.perf_counter() - began
     stopped = "" if metric is None else why_stopped(config.stop, metric, result.evaluations)
     table = _table(experiment, result, stamps)
+    if on_progress is not None and last:
+        on_progress(last[0]._replace(evaluating=True))  # the first model, and the last one for each client
     scores = None if experiment.data.test is None else evaluator(experiment.metrics, experiment.data.test)
     own = _own_evaluator(experiment)
     start = None if scores is None else scores.summary(experiment.params)

@@ -49,11 +49,15 @@ def news(now: Progress) -> str:
 
     >>> news(Progress(10, {"train/loss": 0.5, "test_accuracy": 0.91, "test_accuracy_client_mean": 0.9}, 2.0))
     'train/loss 0.500  test_accuracy 0.910  5.0 rounds/s'
+    >>> news(Progress(10, {"train/loss": 0.5}, 2.0, evaluating=True))
+    'train/loss 0.500  evaluating'
     """
     shown = [name for name in now.row if name.endswith("/loss")][:1]
     scores = ("test_personal_accuracy", "test_accuracy", "test_personal_loss", "test_loss")
     shown += [name for name in scores if name in now.row][:1]
     words = [f"{name} {now.row[name]:.3f}" for name in shown]
+    if now.evaluating:
+        return "  ".join([*words, "evaluating"])
     return "  ".join([*words, *([f"{now.round / now.seconds:.1f} rounds/s"] if now.seconds > 0 else [])])
 
 

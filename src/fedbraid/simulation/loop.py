@@ -79,14 +79,22 @@ class RoundLoop:
 
     tell: called after each step of the loop. If it returns True, the run stops, after a checkpoint if the schedule has
         checkpoints.
+    evaluating: called before each evaluation, which may take longer than a round.
     """
 
     driver: Driver
     schedule: Schedule
     tell: Callable[[], Any] | None
+    evaluating: Callable[[], Any] | None
 
-    def __init__(self, driver: Driver, schedule: Schedule, tell: Callable[[], Any] | None = None) -> None:
-        self.driver, self.schedule, self.tell = driver, schedule, tell
+    def __init__(
+        self,
+        driver: Driver,
+        schedule: Schedule,
+        tell: Callable[[], Any] | None = None,
+        evaluating: Callable[[], Any] | None = None,
+    ) -> None:
+        self.driver, self.schedule, self.tell, self.evaluating = driver, schedule, tell, evaluating
 
     def run(self) -> bool:
         """Run the remaining rounds. Returns False if ``tell`` stopped the run before the last round."""
@@ -95,6 +103,8 @@ class RoundLoop:
             while driver.done < schedule.rounds:
                 driver.advance(schedule.next_stop(driver.done))
                 if schedule.evaluates(driver.done):
+                    if self.evaluating is not None:
+                        self.evaluating()
                     driver.evaluate()
                 saved = schedule.saves(driver.done)
                 if saved:

@@ -44,12 +44,14 @@ class Progress(NamedTuple):
 
     since: ``since(n)`` is a list with a row for every round after round ``n``: its number as ``round``, its entries,
         and its scores if it was evaluated.
+    evaluating: the model after ``round`` is being evaluated now, and the report after it has the scores.
     """
 
     round: int
     row: dict[str, float]
     seconds: float
     since: Callable[[int], list[dict[str, float]]] = lambda rounds: []
+    evaluating: bool = False
 
 
 @dataclass(frozen=True, eq=False)
