@@ -132,6 +132,12 @@ def test_columns_of_a_table_and_of_files_are_the_same_data(tmp_path):
             assert data.description.prepared[field].dtype == np.int32
 
 
+def test_a_text_of_several_megabytes_in_a_csv_file(tmp_path):
+    (tmp_path / "a.csv").write_text('who,say\nann,"' + "two lines\n" * 300_000 + '"\n')
+    import_data("text", [tmp_path / "a.csv"], tmp_path / "store", client="who", text="say", length=1000)
+    assert open_store(tmp_path / "store").train.num_examples == 3000
+
+
 def test_rows_without_a_client_are_partitioned(tmp_path):
     texts = [f"text {i}" for i in range(30)]
     data = from_text(pa.table({"text": texts}), partition="iid", clients=5, test_fraction=0.2, length=16)

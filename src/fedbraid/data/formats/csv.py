@@ -15,6 +15,7 @@ from fedbraid.data.tabular import ANY, Columns, tabulate
 __all__ = ["add_data", "csv_table", "read_csv"]
 
 _DELIMITERS = (",", ";", "\t")
+_BLOCK = 1 << 26  # bytes that are parsed together: a row may be that long (a column of text), and types are found in one
 
 
 def read_csv(
@@ -66,6 +67,7 @@ def csv_table(path: Path, delimiter: str | None = None) -> Any:
     try:
         table = csv.read_csv(
             io.BytesIO(blob),
+            read_options=csv.ReadOptions(block_size=_BLOCK),
             parse_options=csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
             convert_options=csv.ConvertOptions(strings_can_be_null=True),
         )
