@@ -139,7 +139,9 @@ def _train_on_hosts(console: Console, loaded: Any, folder: Path, again: bool, wh
 def _explain(loaded: Any, json: bool) -> None:
     from fedbraid.experiment.explain import explain_config
 
-    found = explain_config(loaded)
+    errors = Console(stderr=True, highlight=False)
+    with as_notes(errors), errors.status("compiling the program of a client; nothing is trained"):
+        found = explain_config(loaded)
     if json:
         return print(json_.dumps(found))
     console = Console(highlight=False, soft_wrap=True)

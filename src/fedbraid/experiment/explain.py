@@ -8,7 +8,7 @@ from typing import Any
 from fedbraid.costs import cost, data_shapes
 from fedbraid.experiment.assembly import build
 from fedbraid.experiment.config import Config
-from fedbraid.lowering import explain, kernels
+from fedbraid.lowering import explain, kernels, notice_unmet
 from fedbraid.lowering.remat import quietly
 from fedbraid.simulation.devices import total_memory
 from fedbraid.simulation.options import EngineOptions
@@ -32,6 +32,7 @@ def explain_config(config: Config) -> dict[str, Any]:
     cohort = data.train.num_clients if config.cohort == "all" else config.cohort
     placement = place_run(alg, params, data, engine, cohort)
     plan = placement.plan
+    notice_unmet(alg, params, data_shapes(data), engine, plan.lanes)
     by_rule = engine.plan == "auto" or (engine.chunk == "auto" and plan.kind != "sequential")
     how = PLANS[plan.kind].format(chunk=plan.chunk, places=_places(engine))
     return {
