@@ -253,7 +253,12 @@ def read_weights(path: str | Path, model: Model) -> PyTree:
     names = leaf_names(wanted)
     if not Path(path).is_file():
         raise ValueError(f"weights: there is no file {path} (in {Path.cwd()}); `fedbraid export` writes such files")
-    found = np.load(path, allow_pickle=False)
+    try:
+        found = np.load(path, allow_pickle=False)
+    except Exception as error:  # of NumPy, of zip and of the operating system
+        raise ValueError(
+            f"weights: {path} is not an .npz file; `fedbraid export RUN {Path(path).stem}.npz` writes one"
+        ) from error
     if isinstance(found, np.ndarray):
         raise ValueError(f"weights: {path} holds one array; an .npz file with an array for each leaf is needed")
     with found:
