@@ -37,7 +37,7 @@ def test_the_bar_of_a_run_says_evaluating_and_counts_a_round_once():
     watch.progress(Progress(2, row, 1.0))
     watch.progress(Progress(4, row, 2.0))
     watch.progress(Progress(4, row, 2.1, evaluating=True))
-    assert watch.bar.tasks[0].fields["news"] == "loss 0.500  2.0 rounds/s  400 B  evaluating"
+    assert watch.bar.tasks[0].fields["news"] == "loss 0.500  evaluating  400 B"
     watch.progress(Progress(4, row, 60.0))
     assert watch.bar.tasks[0].fields["news"] == "loss 0.500  2.0 rounds/s  400 B"
 

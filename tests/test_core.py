@@ -16,7 +16,9 @@ from fedbraid.core import (
     check_count,
     check_number,
     check_structure,
+    failure,
     finite,
+    place_of,
     reduce_reports,
 )
 from fedbraid.costs import data_shapes
@@ -32,6 +34,33 @@ DATA = data_shapes(clients())
 def broken(**changes):
     alg = fb.fedavg(loss)
     return change_exchanges(alg, ["train"], lambda e: e._replace(**changes))
+
+
+def test_the_place_of_an_error_is_outside_of_installed_packages(tmp_path):
+    """Also of packages of another environment, such as the system's."""
+    (tmp_path / "dist-packages").mkdir()
+    file = tmp_path / "dist-packages" / "library.py"
+    exec(compile("def fail(): raise KeyError('a')", str(file), "exec"), library := {})
+
+    def mine():
+        library["fail"]()
+
+    with pytest.raises(KeyError) as caught:
+        mine()
+    assert place_of(caught.value).startswith("test_core.py, line ")
+    assert place_of(caught.value).endswith(", in mine")
+
+
+@pytest.mark.parametrize(
+    "use", [lambda x: 1 if x[0] > 0 else 2, np.asarray, lambda x: [1, 2][x[0].astype(int)], lambda x: x[x > 0]]
+)
+def test_errors_of_tracing_are_one_sentence_and_a_hint(use):
+    with pytest.raises((TypeError, IndexError)) as caught:
+        jax.eval_shape(use, jnp.ones(3))
+    message = failure("the loss", caught.value)
+    assert "\n" not in message
+    assert message.startswith("the loss failed at test_core.py, line ")
+    assert message.endswith("jnp.where (torch.where in a PyTorch module), jax.lax.cond and jax.numpy")
 
 
 def test_a_sound_algorithm_passes():

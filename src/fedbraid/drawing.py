@@ -25,9 +25,11 @@ __all__ = [
     "figure_html",
     "image_html",
     "lines_svg",
+    "log_scale",
     "style",
     "table_html",
     "tidy",
+    "whole_numbers",
 ]
 
 # The colours of Okabe and Ito, which colour-blind readers can tell apart. Yellow is left out of COLOURS because it is
@@ -59,6 +61,26 @@ def tidy(axis: Any) -> None:
     """A faint grid, and only the left and the bottom edge of the frame."""
     axis.grid(alpha=0.25)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def log_scale(axis: Any) -> None:
+    """A logarithmic y axis with plain numbers: 4.8 and 0.02, not 4.8 x 10^0 and 2 x 10^-2."""
+    from matplotlib.ticker import LogFormatterSciNotation
+
+    class Plain(LogFormatterSciNotation):
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return f"{x:g}" if super().__call__(x, pos) else ""  # matplotlib chooses which ticks have a label
+
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter(Plain())
+    axis.yaxis.set_minor_formatter(Plain())
+
+
+def whole_numbers(axis: Any) -> None:
+    """Ticks of the x axis only at whole numbers, such as rounds."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.xaxis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 2.5, 5, 10], integer=True, min_n_ticks=1))
 
 
 # --- notebooks: small tables and pictures ----------------------------------------------------------------------------

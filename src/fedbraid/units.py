@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["format_bytes", "format_seconds"]
+__all__ = ["format_bytes", "format_rate", "format_seconds"]
 
 
 def format_bytes(count: float) -> str:
@@ -16,6 +16,17 @@ def format_bytes(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
+
+
+def format_rate(rounds_per_second: float) -> str:
+    """How fast rounds are: rounds per second, or the duration of one if it takes longer than a second.
+
+    >>> format_rate(12.34), format_rate(0.04), format_rate(0.004)
+    ('12.3 rounds/s', '25 s a round', '4.17 min a round')
+    """
+    if rounds_per_second >= 1:
+        return f"{rounds_per_second:.1f} rounds/s"
+    return f"{format_seconds(1 / rounds_per_second)} a round"
 
 
 def format_seconds(seconds: float) -> str:

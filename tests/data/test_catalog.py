@@ -153,6 +153,7 @@ def test_torch_style_sets_and_tables():
         (lambda: from_arrays({"x": X}, partition="natural", ids=["a"]), "1 ids for 120 rows"),
         (lambda: from_arrays({"x": X}, partition="dirichlet", alpha=1.0, clients=2), "needs the field 'y'"),
         (lambda: from_arrays({"x": X, "y": Y}, partition="dirichlet", clients=2), "needs the option 'alpha'"),
+        (lambda: from_arrays({"x": X, "y": Y}, partition="dirichlet"), "needs the options 'clients' and 'alpha'"),
         (lambda: from_dataset([(1, 2, 3)], clients=1), "tuple of 2 values"),
         (lambda: from_dataset([], clients=1), "empty"),
         (lambda: from_dataset([(np.zeros(2), 0), (np.zeros(3), 0)], clients=1), "differ in shape"),
@@ -190,7 +191,7 @@ def test_a_plain_store_is_partitioned_by_its_entrys_default(mnist):
     assert (data.train.num_examples, data.test.num_examples) == (60, 20)
     assert "plain" not in data.info
     assert load("mnist", path=str(mnist), partition="iid", clients=6).train.sizes.tolist() == [10] * 6
-    with pytest.raises(ValueError, match="no clients of its own; choose a partition"):
+    with pytest.raises(ValueError, match=r"no clients of its own: choose a partition .* such as partition = "):
         load(str(mnist))
     assert load(str(mnist), partition="iid", clients=6).train.num_clients == 6
 

@@ -223,6 +223,31 @@ def test_npz_layouts(tmp_path):
         assert report.summary["preprocess"] == steps
 
 
+@pytest.mark.parametrize(("most", "given", "stored"), [(200, np.uint8, np.uint8), (70_000, np.int64, np.int32)])
+def test_npz_with_tokens_is_data_of_a_language_model(tmp_path, most, given, stored):
+    """The vocabulary also counts ids that occur in x alone, because the embedding needs a row for them."""
+    x = np.array([[most, 1, 2], [4, 5, 6], [7, 8, 9]], given)
+    y = np.array([[1, 2, 3], [5, 6, 4], [8, 9, 0]], given)
+    np.savez(tmp_path / "t.npz", x=x, y=y, client=["b", "a", "b"])
+    data, _ = read("npz", tmp_path / "t.npz", tmp_path / "s")
+    assert list(data.train.ids) == ["a", "b"]
+    assert sorted(data.train.client(1)["x"].tolist()) == sorted([x[0].tolist(), x[2].tolist()])
+    assert (data.train.arrays["x"].dtype, data.train.arrays["y"].dtype) == (stored, stored)
+    assert data.description.classes == most + 1
+    assert data.preprocess == Pipeline.of({"name": "integers", "fields": "x,y"})
+    refused(
+        f"field x: token {most} in row 0 is out of range .0 to 9.",
+        "npz",
+        tmp_path / "t.npz",
+        tmp_path / "o",
+        classes=10,
+    )
+    np.savez(tmp_path / "n.npz", x=y.astype(int), y=-y.astype(int))
+    refused(r"field y: token -3 in row 0 is out of range \(0 or more\)", "npz", tmp_path / "n.npz", tmp_path / "o")
+    np.savez(tmp_path / "short.npz", x=x, y=y[:, :2])
+    refused("expected one label per example", "npz", tmp_path / "short.npz", tmp_path / "o")
+
+
 def test_npz_bad_files(tmp_path):
     out = tmp_path / "out" / "s"
     out.parent.mkdir()

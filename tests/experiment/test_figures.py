@@ -33,6 +33,24 @@ def test_a_run_shows_its_losses_and_its_accuracy():
     assert texts(accuracy) == ["0.600"]
 
 
+def test_a_run_with_one_evaluation_shows_it_at_a_whole_round_with_plain_numbers():
+    nan = np.nan
+    table = {"round": np.array([1, 2]), "train/loss": np.array([4.83, 4.71])}
+    table |= {"test_loss": np.array([nan, 4.72]), "test_accuracy": np.array([nan, 0.22])}
+    figure = draw_run(table, "")
+    figure.canvas.draw()
+    loss, accuracy = figure.axes
+    markers = {line.get_label(): line.get_marker() for axis in figure.axes for line in axis.lines}
+    assert markers == {"training batches": "None", "test": "o", "test, all examples": "o"}
+    low, high = accuracy.get_xlim()
+    assert [tick for tick in accuracy.get_xticks() if low <= tick <= high] == [2]
+    low, high = loss.get_ylim()
+    ticks = zip(loss.yaxis.get_minorticklocs(), loss.yaxis.get_minorticklabels(), strict=True)
+    labels = [text.get_text() for place, text in ticks if low <= place <= high]
+    assert "4.8" in labels
+    assert not any("times" in label for label in labels)
+
+
 def test_a_run_without_accuracy_shows_its_losses_alone():
     (axis,) = draw_run({name: TABLE[name] for name in ("round", "train/loss")}, "").axes
     assert list(lines(axis)) == ["training batches"]

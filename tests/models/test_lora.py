@@ -294,6 +294,9 @@ def test_it_is_built_from_a_table_and_its_base_from_a_file(tmp_path):
     with pytest.raises(ValueError, match=r"there is no file nowhere\.npz"):
         models.build("gpt", {"x": (6,)}, 7, **sizes, lora={"weights": "nowhere.npz"})
     np.save(tmp_path / "one.npy", np.ones(3))
+    (tmp_path / "base.safetensors").write_bytes(b"not npz")
+    with pytest.raises(ValueError, match=r"base\.safetensors is not a NumPy archive: .* `fedbraid export RUN NAME\.npz`"):
+        models.build("gpt", {"x": (6,)}, 7, **sizes, lora={"weights": str(tmp_path / "base.safetensors")})
     with pytest.raises(ValueError, match="holds one array"):
         models.build("gpt", {"x": (6,)}, 7, **sizes, lora={"weights": str(tmp_path / "one.npy")})
     write_npz(tmp_path / "other.npz", {"w": np.ones(3)})

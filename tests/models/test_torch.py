@@ -471,6 +471,12 @@ def test_inputs_as_images_and_calls():
         np.testing.assert_allclose(model.predict(params, given), expected, rtol=1e-4, atol=1e-3)
     with pytest.raises(ValueError, match=r"examples of shape \(6, 7, 2\)"):
         model.predict(params, x[:, :5])
+    with pytest.raises(
+        ValueError, match=r"images of shape \(6, 7, 2\), that is \(height, width, channels\), got .*\(5, 2, 6, 7\)"
+    ):
+        model.predict(params, x.transpose(0, 3, 1, 2))  # the same numbers in another order
+    with pytest.raises(ValueError, match=r"channels before height and width: .* image=\(6, 7, 2\)\)"):
+        from_torch(module).predict(params, x)
     half = from_torch(nn.Linear(4, 1), score="values", call=lambda module, x: module(x)[:, 0] / 2)
     outputs = half.predict(half.init(None), FEATURES["x"])
     assert outputs.shape == (6,)

@@ -342,3 +342,6 @@ def test_explain_names_the_microbatches_and_the_memory_of_a_client():
         without = explain_config(load_config(settings=settings[:2]))
     assert without["gradients"] == {"train": []}
     assert not texts
+    with collecting() as texts:
+        explain_config(load_config(settings=[*settings[:2], "engine.precision=bfloat16"]))
+    assert [text for text in texts if "precision='bfloat16' has no effect on a CPU" in text]

@@ -285,9 +285,11 @@ def test_progress_says_when_a_model_is_evaluated():
         seen.append((now.round, now.evaluating, "test_loss" in now.row))
         return now.evaluating
 
+    looks = {"on_progress": look, "on_evaluation": look}
+
     metrics = fb.Metrics(lambda p, batch: {"loss": (batch["x"][:, 0] * p, batch["mask"])})
     data = fb.FederatedData(clients(), clients())
-    simulate(counting(), jnp.float64(2.0), data, metrics=metrics, rounds=4, cohort=3, eval_every=4, on_progress=look)
+    simulate(counting(), jnp.float64(2.0), data, metrics=metrics, rounds=4, cohort=3, eval_every=4, **looks)
     assert seen[-2:] == [(4, True, False), (4, False, True)]
     assert [now for now in seen if now[1]] == [(4, True, False)]
 

@@ -21,7 +21,7 @@ from fedbraid.cli.groups import Output, with_groups
 from fedbraid.cli.notes import as_notes
 from fedbraid.cli.stopping import BY_CTRL_C, BY_SIGTERM, exit_status
 from fedbraid.metric import is_client_column
-from fedbraid.units import format_bytes, format_seconds
+from fedbraid.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from fedbraid.experiment.summary import RunSummary
@@ -139,7 +139,9 @@ def _train_on_hosts(console: Console, loaded: Any, folder: Path, again: bool, wh
 def _explain(loaded: Any, json: bool) -> None:
     from fedbraid.experiment.explain import explain_config
 
-    found = explain_config(loaded)
+    errors = Console(stderr=True, highlight=False)
+    with as_notes(errors), errors.status("compiling the program of a client; nothing is trained"):
+        found = explain_config(loaded)
     if json:
         return print(json_.dumps(found))
     console = Console(highlight=False, soft_wrap=True)
@@ -165,7 +167,8 @@ def _train(console: Console, loaded: Any, folder: Path, again: bool, output: Out
 
     first = hosts.is_first()
     with _Watch(console, loaded.rounds, show=first and output.shown) as watch:
-        summary = run_config(loaded, folder, resume=again, on_built=watch.built, on_progress=watch.progress)
+        watched = {"on_built": watch.built, "on_progress": watch.progress, "on_evaluation": watch.progress}
+        summary = run_config(loaded, folder, resume=again, **watched)
     if first and output.json:
         print(json_.dumps(summary.to_json()))
     elif first and not output.quiet:
@@ -290,13 +293,11 @@ class _Watch:
         shown = next((name for name in ("test_personal_accuracy", "test_accuracy") if name in now.row), None)
         if shown is not None:
             news.append(f"{shown.removeprefix('test_').replace('_', ' ')} {now.row[shown]:.3f}")
-        if self.rate:
-            news.append(f"{self.rate:.1f} rounds/s")
+        if now.evaluating or self.rate:
+            news.append("evaluating" if now.evaluating else format_rate(self.rate))
         news.append(format_bytes(self.bytes))
         if "simulated_seconds" in now.row:
             news.append(f"{format_seconds(now.row['simulated_seconds'])} simulated")
-        if now.evaluating:
-            news.append("evaluating")
         if not self.stop:
             self.bar.update(self.task, completed=now.round, news="  ".join(news))
         return self.stop
@@ -305,9 +306,10 @@ class _Watch:
 def _closing(console: Console, summary: RunSummary) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     final, sent = summary.final, summary.bytes
-    speed = f"{summary.rounds_per_second:.1f} per second"
+    known = summary.rounds and summary.seconds > 0
+    speed = f" ({format_rate(summary.rounds_per_second)} with compilation)" if known else ""
     rows = [
-        ("rounds", f"{summary.rounds} in {summary.seconds:.1f} s ({speed} with compilation)"),
+        ("rounds", f"{summary.rounds} in {summary.seconds:.1f} s{speed}"),
         ("sent", f"{format_bytes(sent['down'])} down, {format_bytes(sent['up'])} up"),
     ]
     if summary.simulated_seconds is not None:

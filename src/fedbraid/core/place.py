@@ -27,16 +27,31 @@ def place_of(error: BaseException) -> str:
     ''
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith("<") and not str(Path(frame.filename).resolve()).startswith(_LIBRARIES):
+        if not frame.filename.startswith("<") and not _is_library(Path(frame.filename).resolve()):
             return f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
     return ""
+
+
+def _is_library(path: Path) -> bool:
+    return str(path).startswith(_LIBRARIES) or not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+
+
+_OF_TRACING = (  # jax's errors for code that needs the values of arrays; their messages are pages long
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 
 def failure(what: str, error: BaseException) -> str:
     """One message: what failed, where in the user's code, and with which error."""
     place = place_of(error)
     head = f"{what} failed{f' at {place}' if place else ''}: {type(error).__name__}: "
-    if isinstance(error, jax.errors.ConcretizationTypeError):
-        hint = "Python's if, while, int() and float() cannot use array values: use jnp.where or jax.lax.cond"
-        return f"{head}{str(error).splitlines()[0]} {hint}"
+    if isinstance(error, _OF_TRACING):
+        hint = (
+            "Python's if, while, int() and float(), and functions of NumPy, cannot use the values of arrays: use "
+            "jnp.where (torch.where in a PyTorch module), jax.lax.cond and jax.numpy"
+        )
+        return f"{head}{str(error).splitlines()[0].rstrip('.')}. {hint}"
     return f"{head}{error}"

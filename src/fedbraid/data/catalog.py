@@ -98,7 +98,8 @@ def repartition(
     if partition in (None, "natural"):
         if data.info.get("plain"):
             raise ValueError(
-                f"{data.name} has no clients of its own; choose a partition ({', '.join(PARTITIONERS)}) and its options"
+                f"{data.name} has no clients of its own: choose a partition ({', '.join(PARTITIONERS)}) and its "
+                'options, such as partition = "dirichlet", alpha = 0.3, clients = 20 (in [data], or by --set)'
             )
         if options:
             raise ValueError(f"the natural clients of {data.name} take no option {min(options)!r}; choose a partition")

@@ -389,7 +389,8 @@ def partition_rows(
         near = nearest(extra[0], keywords)
         raise ValueError(f"partition {partition!r} has no option {extra[0]!r}{near}; it takes {', '.join(keywords)}")
     if missing := [k for k, default in keywords.items() if default is inspect.Parameter.empty and k not in options]:
-        raise ValueError(f"partition {partition!r} needs the option {missing[0]!r}")
+        every = " and ".join(map(repr, missing))
+        raise ValueError(f"partition {partition!r} needs the option{'s' if missing[1:] else ''} {every}")
     if partition in ("iid", "log-normal"):
         return function(n, seed=seed, **options)
     wanted = ("coarse", label) if partition == "pachinko" else (label,)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fedbraid import files
-from fedbraid.drawing import BLUE, COLOURS, GREEN, GREY, ORANGE, style, tidy
+from fedbraid.drawing import BLUE, COLOURS, GREEN, GREY, ORANGE, log_scale, style, tidy, whole_numbers
 from fedbraid.metric import Metric
 from fedbraid.simulation.history import SIMULATED
 
@@ -56,12 +56,16 @@ def draw_run(table: Mapping[str, np.ndarray], title: str) -> Any:
     axes[0].set_ylabel("loss")
     positive = [v for v in (table.get(trained or ""), table.get("test_loss")) if v is not None]
     if positive and all(np.nanmin(v) > 0 for v in positive if np.isfinite(v).any()):
-        axes[0].set_yscale("log")
+        log_scale(axes[0])
     if accuracy:
         _draw_accuracy(axes[1], table)
     for axis in axes:
         axis.set_xlabel("round")
         tidy(axis)
+        whole_numbers(axis)
+        for line in axis.lines:
+            if len(line.get_xdata()) == 1:  # a line through one point is not seen
+                line.set_marker("o")
         if axis.get_legend_handles_labels()[0]:
             axis.legend(frameon=False, loc="best")
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
@@ -132,7 +136,7 @@ def draw_curves(series: Sequence[Mapping[str, Any]], metric: Metric, against: st
         axis.xaxis.set_major_formatter(EngFormatter("B"))
     axis.set_ylabel(metric.name)
     if metric.lower_is_better and 0 < lowest < np.inf:
-        axis.set_yscale("log")
+        log_scale(axis)
     tidy(axis)
     if len(series) > 1:
         axis.legend(frameon=False, fontsize=8)
@@ -179,7 +183,7 @@ def draw_drift(series: Sequence[Mapping[str, Any]]) -> Any:
     axis.set_xlabel("local steps since the start; every round starts again at 0")
     axis.set_ylabel("mean squared distance to the shadow")
     if log:
-        axis.set_yscale("log")
+        log_scale(axis)
     else:
         axis.set_ylim(bottom=0)
     tidy(axis)

@@ -60,7 +60,7 @@ def run(
             show(now)
             return None if on_progress is None else on_progress(now)
 
-        run_config(loaded, folder, resume=resume, on_progress=shown)
+        run_config(loaded, folder, resume=resume, on_progress=shown, on_evaluation=show)
     return load_run(folder)
 
 

@@ -37,12 +37,14 @@ def run_config(
     resume: bool = False,
     on_built: Callable[[Experiment], None] | None = None,
     on_progress: Callable[[Progress], bool | None] | None = None,
+    on_evaluation: Callable[[Progress], Any] | None = None,
 ) -> RunSummary:
     """Run ``config``, write the run folder, and return its summary.
 
     The folder must be new, or with ``resume`` that of a run with this configuration; only rounds (which may grow) and
     the keys of engine, checkpoint, stop and track may differ. ``on_progress`` may return True to stop; the summary's
-    ``finished`` is then false and the run can be resumed. On several hosts every host calls this function with the same
+    ``finished`` is then false and the run can be resumed. ``on_evaluation`` is called before evaluations, and when the
+    last one, of each client, is over. On several hosts every host calls this function with the same
     arguments, and the first one writes. While it runs, no other process can write to the folder.
     """
     experiment = build(config)  # errors in the configuration are found before a folder is made
@@ -57,7 +59,7 @@ def run_config(
         prepare = runfolder.continue_with if resume else runfolder.create
         hosts.first_alone(lambda: prepare(out, config))
         try:
-            return _run(experiment, metric, out, resume, on_built, on_progress)
+            return _run(experiment, metric, out, resume, on_built, on_progress, on_evaluation)
         except ValueError:  # a mistake in the input that was found late, such as an error in an algorithm of one's own
             if not resume and hosts.is_first():
                 runfolder.discard_unused(out)
@@ -71,6 +73,7 @@ def _run(
     resume: bool,
     on_built: Callable | None,
     on_progress: Callable | None,
+    on_evaluation: Callable | None,
 ) -> RunSummary:
     """Run an experiment in its folder, which this process holds. ``metric``: by which it is judged."""
     config = experiment.config
@@ -83,20 +86,20 @@ def _run(
     with tracking(config, out) as send:
 
         def watched(now: Progress) -> bool | None:
-            if not now.evaluating:
-                stamps.append((now.round, now.seconds))
-                record(now)
-                send(now)
-                last[:] = [now]
+            stamps.append((now.round, now.seconds))
+            record(now)
+            send(now)
+            last[:] = [now]
             return None if on_progress is None else on_progress(now)
 
         began = time.perf_counter()
-        result = _simulate(experiment, metric, out, resume, watched)
+        result = _simulate(experiment, metric, out, resume, watched, on_evaluation)
         seconds = time.perf_counter() - began
     stopped = "" if metric is None else why_stopped(config.stop, metric, result.evaluations)
     table = _table(experiment, result, stamps)
-    if on_progress is not None and last:
-        on_progress(last[0]._replace(evaluating=True))  # the first model, and the last one for each client
+    tell = on_evaluation if last else None
+    if tell is not None:
+        tell(last[0]._replace(evaluating=True))  # the first model, and the last one for each client
     scores = None if experiment.data.test is None else evaluator(experiment.metrics, experiment.data.test)
     own = _own_evaluator(experiment)
     start = None if scores is None else scores.summary(experiment.params)
@@ -124,6 +127,8 @@ def _run(
         clients = None if scores is None else scores.by_client(result.params)
         if clients is not None and own is not None:
             clients |= own.by_client(result.server, read_states(result.states))
+        if tell is not None:
+            tell(last[0])
         write_params(out / PARAMS, result.params, round=summary.rounds, description=experiment.description)
         _write(out, experiment, clients, table, summary)
     return summary
@@ -137,7 +142,14 @@ def _own_evaluator(experiment: Experiment) -> PersonalEvaluator | None:
     return personal_evaluator(experiment.metrics, alg, experiment.params, data.test)
 
 
-def _simulate(experiment: Experiment, metric: Metric | None, out: Path, resume: bool, on_progress: Callable) -> Result:
+def _simulate(
+    experiment: Experiment,
+    metric: Metric | None,
+    out: Path,
+    resume: bool,
+    on_progress: Callable,
+    on_evaluation: Callable | None,
+) -> Result:
     config = experiment.config
     judge = None if metric is None else judge_of(experiment, metric, out)
     saved = out / runfolder.CHECKPOINTS
@@ -156,6 +168,7 @@ def _simulate(experiment: Experiment, metric: Metric | None, out: Path, resume: 
         engine=config.engine,
         checkpoints=Checkpoints(saved, config.checkpoint.every, resume, runfolder.determining(config), judge),
         on_progress=on_progress,
+        on_evaluation=on_evaluation,
     )
     jax.block_until_ready(result.params)
     return result

@@ -56,6 +56,11 @@ def as_floats(x: Array, shape: Sequence[int]) -> Array:
         x = x.astype(jnp.float32)
     if math.prod(x.shape[1:]) != math.prod(shape):
         raise ValueError(f"this model takes examples of shape {tuple(shape)}, got a batch of shape {x.shape}")
+    if len(shape) == 3 and x.ndim == 4 and [n for n in x.shape[1:] if n > 1] != [n for n in shape if n > 1]:
+        raise ValueError(
+            f"this model takes images of shape {tuple(shape)}, that is (height, width, channels), got a batch of shape "
+            f"{x.shape}: correct the option image, or move the axes of the data"
+        )
     return x.reshape(x.shape[0], *shape)
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedbraid.core import failure
 from fedbraid.local import APPLIES_MASK
 from fedbraid.models.layers import as_floats, image_shape
 from fedbraid.models.model import Array, Model, Normalised, PyTree, supervised
@@ -81,8 +82,16 @@ def from_torch(
 
     def apply(params, x, key):
         if shape is not None:
-            x = as_floats(x, shape).transpose(0, 3, 1, 2)
-        return network(params, x, key)
+            return network(params, as_floats(x, shape).transpose(0, 3, 1, 2), key)
+        try:
+            return network(params, x, key)
+        except Exception as error:
+            if jnp.ndim(x) != 4 or x.shape[-1] > 4:
+                raise
+            raise ValueError(
+                f"{failure('the module', error)} (a batch has the shape {x.shape}). PyTorch puts channels before "
+                f"height and width: if these are images, use from_torch(module, image={tuple(x.shape[1:])})"
+            ) from error
 
     def train(params, x, mask, key):
         with network.lock:

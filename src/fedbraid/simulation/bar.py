@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fedbraid.simulation.result import Progress
+from fedbraid.units import format_rate
 
 __all__ = ["progress_bar"]
 
@@ -58,7 +59,7 @@ def news(now: Progress) -> str:
     words = [f"{name} {now.row[name]:.3f}" for name in shown]
     if now.evaluating:
         return "  ".join([*words, "evaluating"])
-    return "  ".join([*words, *([f"{now.round / now.seconds:.1f} rounds/s"] if now.seconds > 0 else [])])
+    return "  ".join([*words, *([format_rate(now.round / now.seconds)] if now.round and now.seconds > 0 else [])])
 
 
 def _html(done: int, rounds: int, words: str) -> str:

@@ -44,7 +44,7 @@ class Progress(NamedTuple):
 
     since: ``since(n)`` is a list with a row for every round after round ``n``: its number as ``round``, its entries,
         and its scores if it was evaluated.
-    evaluating: the model after ``round`` is being evaluated now, and the report after it has the scores.
+    evaluating: the model after ``round`` is being evaluated now; the next report has its scores.
     """
 
     round: int
@@ -99,7 +99,8 @@ class Result:
         return (
             f"Result: {self.info.stopped_at} rounds of {plan.cohort} clients, {size:,} parameters\n"
             f"  last: {last or 'nothing was evaluated'}\n"
-            f"  plan: {plan.words()} on {plan.devices} devices, {self.info.steps:,} local steps"
+            f"  plan: {plan.words()} on {plan.devices} device{'s' if plan.devices != 1 else ''}, "
+            f"{self.info.steps:,} local steps"
         )
 
     def _repr_html_(self) -> str:

@@ -60,6 +60,7 @@ def simulate(
     asynchrony: Asynchrony | None = None,
     checkpoints: Checkpoints | None = None,
     on_progress: Callable[[Progress], bool | None] | None = None,
+    on_evaluation: Callable[[Progress], Any] | None = None,
     progress: bool = False,
     engine: EngineOptions | None = None,
     **options: Any,
@@ -76,8 +77,9 @@ def simulate(
     asynchrony: when the server takes a step, such as ``fedbuff(10)``; default: after a round of all clients. A round
         of the history is then a server step, and ``cohort`` clients work at the same time.
     checkpoints: where and how often the run is saved.
-    on_progress: called about four times per second, or after each round if rounds take longer, and before each
-        evaluation. If it returns True, the run ends after a checkpoint.
+    on_progress: called about four times per second, or after each round if rounds take longer. If it returns True, the
+        run ends after a checkpoint.
+    on_evaluation: called before each evaluation, which may take longer than a round.
     progress: show a bar, in a notebook or a terminal.
     engine: how the run is computed; see :class:`fedbraid.EngineOptions`. Each field may also be given by name:
         ``simulate(..., plan="lanes", chunk=8)``. Results do not depend on them beyond rounding.
@@ -149,20 +151,23 @@ def simulate(
     judged = _Judged(driver, alg, None if checkpoints is None else checkpoints.judge)
     began = time.perf_counter()
 
-    def report(evaluating: bool) -> bool:
+    def report(asked: Callable[[Progress], Any] | None, *, evaluating: bool = False) -> bool:
         seconds = time.perf_counter() - began
         now = Progress(driver.done, driver.history.newest(), seconds, driver.history.since, evaluating)
         if show is not None:
             show(now)
-        return on_progress is not None and bool(on_progress(now))
+        return asked is not None and bool(asked(now))
 
     def tell() -> bool:
-        return hosts.any_of(report(evaluating=False) or judged.ended)
+        return hosts.any_of(report(on_progress) or judged.ended)
+
+    def evaluating() -> None:
+        report(on_evaluation, evaluating=True)
 
     with progress_bar(rounds) if progress and hosts.is_first() else contextlib.nullcontext() as show:
         told = on_progress is not None or progress or judged.judge is not None
         if not judged.ended:
-            RoundLoop(driver, schedule, tell if told else None, lambda: report(evaluating=True)).run()
+            RoundLoop(driver, schedule, tell if told else None, evaluating).run()
     return _result(driver, alg, placement, traffic)
 
 

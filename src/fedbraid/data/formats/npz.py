@@ -3,6 +3,9 @@
 - a client for each row: ``x`` (or images, features), ``y`` (or labels), ``client`` (or writer, user), and optionally
   ``is_test``. ``client`` holds ids, or indices into ``client_ids`` (or ``writer_ids`` ...);
 - plain: ``x_train, y_train, x_test, y_test``, or ``x, y``.
+
+``y`` has one label for each row. For a language model both ``x`` and ``y`` are token ids [rows, positions], and ``y``
+is ``x`` one position later.
 """
 
 from __future__ import annotations
@@ -50,6 +53,8 @@ def read_npz(writer: StoreWriter, path: Path, *, classes: int | None = None) -> 
             raise ValueError(f"{path}: field y: {len(y)} labels for {len(x)} examples")
         if not len(x):
             raise ValueError(f"{path}: field x: no examples")
+        if _are_tokens(x, y):
+            return {name: _as_tokens(ids, f"{path}: field {name}", classes) for name, ids in (("x", x), ("y", y))}
         return {"x": x, "y": as_labels(y, f"{path}: field y", classes) if y.dtype.kind in "iub" else y}
 
     train = columns("_train")
@@ -85,6 +90,23 @@ def read_npz(writer: StoreWriter, path: Path, *, classes: int | None = None) -> 
     for split, mask in (("train", ~is_test), ("test", is_test)):
         if mask.any():
             add_grouped(writer, split, {f: v[mask] for f, v in rows.items()}, ids[mask], path)
+
+
+def _are_tokens(x: np.ndarray, y: np.ndarray) -> bool:
+    """Whether ``y`` has a whole number for each of several positions of ``x``."""
+    return x.shape == y.shape and y.ndim == 2 and y.shape[1] > 1 and {x.dtype.kind, y.dtype.kind} <= {"i", "u"}
+
+
+def _as_tokens(ids: np.ndarray, at: str, classes: int | None) -> np.ndarray:
+    """Token ids in a dtype of at most four bytes, each at least 0 and below ``classes``."""
+    most = (classes or 2**31) - 1
+    bad = np.any((ids < 0) | (ids > most), axis=1)
+    if bad.any():
+        row = int(np.argmax(bad))
+        worst = ids[row].max() if ids[row].max() > most else ids[row].min()
+        allowed = "0 or more" if classes is None else f"0 to {most}"
+        raise ValueError(f"{at}: token {worst} in row {row} is out of range ({allowed})")
+    return ids if ids.dtype in (np.uint8, np.uint16, np.int32) else ids.astype(np.int32)
 
 
 def _number_labels(writer: StoreWriter, parts: list[dict[str, np.ndarray]], path: Path) -> None:
@@ -136,6 +158,11 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def _describe(writer: StoreWriter, rows: dict[str, np.ndarray], classes: int | None) -> None:
+    if _are_tokens(rows["x"], rows["y"]):  # ids of x count, too: they set the size of the embedding
+        found = int(max(rows["x"].max(), rows["y"].max())) + 1
+        writer.info.setdefault("classes", classes or found)
+        writer.preprocess = Pipeline.of({"name": "integers", "fields": "x,y"})
+        return
     if rows["y"].dtype == np.int32:
         found = int(rows["y"].max()) + 1
         writer.info.setdefault("classes", classes or found)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedbraid.drawing import GREY, style, tidy
+from fedbraid.drawing import GREY, log_scale, style, tidy
 from fedbraid.experiment.advice.candidates import Setting
 from fedbraid.experiment.advice.pilot import Found
 from fedbraid.experiment.advice.race import Race, best_of_each
@@ -60,7 +60,7 @@ def _curves(axis: Any, race: Race, found: Found, looks: Mapping[str, Any]) -> No
         axis.plot(curve.rounds, sign * curve.values.mean(0), color=GREY, ls=":", label=f"as configured: {own}")
     drawn = np.concatenate([race.curves(one, race.longest(one)).values.ravel() for one in shown]) * sign
     if race.metric.lower_is_better and drawn.min() > 0 and drawn.max() / drawn.min() > 3:
-        axis.set_yscale("log")
+        log_scale(axis)
     axis.set_ylim(*_limits(drawn, race.start * sign))
     axis.legend(frameon=False, fontsize=7.5)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from fedbraid.drawing import log_scale
 from fedbraid.experiment.diagnosis.measurement import Diagnosis
 from fedbraid.theory.figures import COLOURS, panels
 
@@ -45,7 +46,8 @@ def _draw_constants(ax: Axes, diagnosis: Diagnosis) -> None:
             color=COLOURS[i % len(COLOURS)],
             label=label,
         )
-    ax.set(xlabel="round", xticks=diagnosis.rounds, yscale="log", title="constants along the run")
+    ax.set(xlabel="round", xticks=diagnosis.rounds, title="constants along the run")
+    log_scale(ax)
     ax.legend(fontsize=8, ncols=2)
     ax.grid(alpha=0.3)
 
