@@ -15,7 +15,9 @@ from fedbraid.models import (
     build,
     check_targets,
     emnist_cnn,
+    encoder,
     from_equinox,
+    gpt,
     least_squares,
     logistic,
     mlp,
@@ -49,6 +51,16 @@ REFUSED = {
     ),
     "a negative label": (mlp(2, 3), [0, 1, -1, 2], "label -1"),
     "real numbers for classes": (mlp(2, 3), [0.0, 0.5, 1.0, 2.0], 'regression use least_squares, or score = "values"'),
+    "a class at every position": (
+        encoder(9, 3, layers=1, width=4, heads=2, length=5),
+        np.ones((4, 5), int),
+        r"one class for each example, and 'y' has the shape \[5\] for each: .* such as gpt",
+    ),
+    "one class for a sequence of tokens": (
+        gpt(9, layers=1, width=4, heads=2, length=5),
+        np.ones(4, int),
+        "a token at every position, .* one label for each example: .* such as encoder",
+    ),
     "labels from 1 to k": (softmax_regression(2, 2), [1, 2, 1, 2], "number the labels from 0"),
 }
 

@@ -56,6 +56,7 @@ use softmax_regression or another model with several classes
         )
     if targets.count is None and targets.kind in ("classes", "tokens"):
         targets = Targets(targets.kind, _outputs(model, data))
+    _check_axes(targets, data.description.prepared["y"].shape[1:])
     for name, split in data.splits.items():
         prepared = np.dtype(split.arrays["y"].dtype)
         if data.preprocess is not None:
@@ -91,6 +92,21 @@ def check_labels(targets: Targets, y: Any, dtype: np.dtype, where: str, split: A
         raise ValueError(
             f"the {where} split has the label {bad}{_place(y, bad, split)}, and this model has {count} "
             f"{targets.kind}, labelled 0 to {count - 1}: set its number of {targets.kind}, or number the labels from 0"
+        )
+
+
+def _check_axes(targets: Targets, each: tuple[int, ...]) -> None:
+    """Refuse sequences of labels for a model of one label per example, and the reverse. each: shape of one label."""
+    if targets.kind == "tokens" and not each:
+        raise ValueError(
+            "this model predicts a token at every position, and 'y' has one label for each "
+            "example: use a model that classifies sequences, such as encoder"
+        )
+    if targets.kind in ("classes", "two classes") and each:
+        raise ValueError(
+            f"this model predicts one class for each example, and 'y' has the shape {list(each)} "
+            "for each: predict the next token with a model such as gpt or char_lstm, or store one "
+            "number (the argmax of one-hot labels)"
         )
 
 
