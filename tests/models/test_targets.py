@@ -72,6 +72,21 @@ def test_labels_that_the_model_cannot_have_are_refused(what):
         check_targets(model, data_of(y))
 
 
+@pytest.mark.parametrize("model", [encoder(9, 3, layers=1, width=4, heads=2), gpt(9, layers=1, width=4, heads=2)])
+def test_tokens_that_the_model_does_not_read_are_refused(model):
+    def data(token):
+        x = np.ones((4, 5), np.int32)
+        x[3, 2] = token
+        y = np.ones(4 if model.targets.kind == "classes" else (4, 5), np.int32)
+        return fb.FederatedData(fb.Split({"x": x, "y": y}, np.array([0, 2, 4])))
+
+    check_targets(model, data(8))
+    with pytest.raises(ValueError, match=r"token 9 in 'x' \(client 1, row 1\), .* 9 tokens, .* 0 to 8: set vocab = 10"):
+        check_targets(model, data(9))
+    with pytest.raises(ValueError, match=r"token -1 in 'x' .*number the tokens from 0"):
+        check_targets(model, data(-1))
+
+
 def test_every_split_is_checked():
     with pytest.raises(ValueError, match="the test split has the label 2"):
         check_targets(softmax_regression(2, 2), data_of([0, 1, 0, 1], test=[0, 1, 2, 0]))

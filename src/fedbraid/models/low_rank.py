@@ -101,6 +101,10 @@ def lora(
     check_choice("inputs", inputs, tuple(AXES))
     targets, train = _patterns("targets", targets), _patterns("train", train)
     _refuse_statistics(model)
+    if isinstance(base, str | Path):
+        raise ValueError(
+            f"base must be the weights, got the path {str(base)!r}: [model.lora] weights reads such a file"
+        )
     base = jax.tree.map(jnp.asarray, model.init(jax.random.key(0)) if base is None else base)
     leaves, tree = jax.tree.flatten(base)
     _check_base(model, base)
@@ -126,6 +130,12 @@ def lora(
         return with_adapted(model.loss, parts(params), batch, key)
 
     def merge(params: PyTree) -> PyTree:
+        wanted = jax.eval_shape(init, jax.random.key(0))
+        if jax.tree.structure(params) != jax.tree.structure(wanted):
+            raise ValueError(
+                "merge takes the parameters of this model, adapters by the names of their matrices "
+                f"({_without_numbers(list(wanted))}), such as those of a run's result"
+            )
         silent = parts(params)
         return jax.tree.map(lambda leaf: _sum(leaf) if isinstance(leaf, Adapted) else leaf, silent, is_leaf=_is_adapted)
 

@@ -117,7 +117,7 @@ def llama(
         return last @ table.T
 
     score = score_tokens.through(lambda score: partial(_by_rows, partial(score, padding=PADDING)))
-    return supervised(init, apply, score, targets=Targets("tokens", vocab))._replace(predict=predict)
+    return supervised(init, apply, score, targets=Targets("tokens", vocab, ids=vocab))._replace(predict=predict)
 
 
 def _by_rows(score: Callable, outputs: tuple[Array, Array], y: Array, mask: Array) -> dict[str, tuple[Array, Array]]:

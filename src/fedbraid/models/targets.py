@@ -23,10 +23,12 @@ class Targets:
     kind: ``classes`` are whole numbers from 0, ``two classes`` are 0 and 1 or -1 and 1, ``tokens`` are sequences of
         classes, ``values`` are real numbers.
     count: number of classes or tokens; None means the size of the last axis of the model's outputs.
+    ids: number of token ids that the model reads in ``x``; None if ``x`` holds other things.
     """
 
     kind: Kind
     count: int | None = None
+    ids: int | None = None
 
 
 def check_targets(model: Any, data: Any) -> None:
@@ -46,6 +48,7 @@ use softmax_regression or another model with several classes
     targets = model.targets
     if targets is None:
         return
+    _check_ids(targets.ids, data)
     if "y" not in data.train.arrays:
         if targets.kind == "tokens":  # a model of language may learn from x alone
             return
@@ -93,6 +96,21 @@ def check_labels(targets: Targets, y: Any, dtype: np.dtype, where: str, split: A
             f"the {where} split has the label {bad}{_place(y, bad, split)}, and this model has {count} "
             f"{targets.kind}, labelled 0 to {count - 1}: set its number of {targets.kind}, or number the labels from 0"
         )
+
+
+def _check_ids(ids: int | None, data: Any) -> None:
+    """Refuse tokens that the embedding of a model does not have: they would give NaN."""
+    for name, split in data.splits.items():
+        x = split.arrays.get("x")
+        if ids is None or x is None or not len(x) or not np.issubdtype(x.dtype, np.integer):
+            continue
+        low, high = int(np.min(x)), int(np.max(x))
+        if low < 0 or high >= ids:
+            bad = high if high >= ids else low
+            raise ValueError(
+                f"the {name} split has the token {bad} in 'x'{_place(x, bad, split)}, and this model reads {ids} "
+                f"tokens, numbered 0 to {ids - 1}: set vocab = {max(high + 1, ids)}, or number the tokens from 0"
+            )
 
 
 def _check_axes(targets: Targets, each: tuple[int, ...]) -> None:
