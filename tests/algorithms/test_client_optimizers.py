@@ -198,6 +198,11 @@ def test_mistakes_are_named():
         fb.fedavg(loss, client_opt={"name": "adam", "beta": 1})
     with pytest.raises(ValueError, match=r"no option 'weight_decy' \(did you mean 'weight_decay'\?\)"):
         fb.fedavg(loss, client_opt={"name": "adam", "weight_decy": 0.1})
+    for option, value in (("weight_decay", -1.0), ("b1", 1.0), ("b2", -0.1), ("eps", -1e-8)):
+        with pytest.raises(ValueError, match=rf"client_opt.{option} must be a finite number of at least 0.* {value}"):
+            fb.fedavg(loss, client_opt={"name": "adamw", option: value})
+    with pytest.raises(ValueError, match=r"momentum must be a finite number of at least 0 and below 1, got 1.5"):
+        fb.fedavg(loss, client_opt={"name": "momentum", "momentum": 1.5})
     with pytest.raises(ValueError, match="client_opt_state must be one of 'reset', 'kept', got 'forget'"):
         fb.fedavg(loss, client_opt="adam", client_opt_state="forget")
     with pytest.raises(ValueError, match=r"client_opt.schedule.over must be a whole number of at least 1, got None"):

@@ -81,12 +81,17 @@ def test_tff_shakespeare_as_the_tokens_of_a_language_model(tmp_path, monkeypatch
     from fedbraid.data.catalog import load
     from fedbraid.data.store import write_store
 
-    monkeypatch.setattr(tokens, "smollm2_tokenizer", lambda: lambda text: [1000 + ord(c) for c in text])
+    codes = tokens.Tokenizer(
+        "smollm2", 49_152, lambda text: np.array([1000 + ord(c) for c in text]), str, (1010,), tokens.CHAT
+    )
+    monkeypatch.setitem(tokens.TOKENIZERS, "smollm2", lambda: codes)
     tff(tmp_path / "shakespeare_train.h5", {"PLAY_ANN": {"snippets": np.array([b"To be", b"or not\nto be"])}})
     tff(tmp_path / "shakespeare_test.h5", {"PLAY_ANN": {"snippets": np.array([b"is the question"])}})
     read("tff", tmp_path, tmp_path / "s")
     chosen = {"path": tmp_path / "s", "tokenizer": "smollm2", "length": 8}
-    assert load("shakespeare", **chosen).train.sizes.tolist() == [3]  # 19 symbols, of which the last is only in y
+    assert load("shakespeare", **chosen).train.sizes.tolist() == [
+        3
+    ]  # 19 symbols with ends, of which the last is only in y
     assert load("shakespeare", **chosen).description.classes == 49_152
     asked = load("shakespeare", **chosen | {"form": "instructions", "length": 200})
     assert asked.train.sizes.tolist() == [2]

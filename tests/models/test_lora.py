@@ -8,6 +8,7 @@ import pytest
 
 import fedbraid as fb
 from fedbraid import models, transforms
+from fedbraid.experiment.tensors import named_arrays, write_npz, write_tensors
 from fedbraid.lowering.adapted import Adapted, with_adapted
 from fedbraid.models import lora
 from gpt2 import gpt2_weights
@@ -209,7 +210,8 @@ def test_a_sum_that_must_be_computed_is_said():
             r"'q' matches no matrix of the model; its matrices are blocks\.\*\.down\.w, ",
         ),
         (lambda: lora(BASE, targets=["qvk"]), r"'qvk' matches no matrix of the model \(did you mean 'qkv'\?\); its"),
-        (lambda: lora(BASE, targets=[]), r"targets must name a matrix .*, got targets = \[\] and train = \[\]"),
+        (lambda: lora(BASE, targets=[]), r"nothing is trained: .*, got targets = \[\] and train = \[\]; the model has"),
+        (lambda: lora(BASE, targets=[], train="head"), "train: 'head' matches no leaf"),
         (lambda: lora(models.softmax_regression(4, 3)), "'qkv' matches no matrix of the model; its matrices are w$"),
         (lambda: lora(BASE, targets=3), "targets must be names of leaves .* got 3"),
         (lambda: lora(BASE, train=[1]), "train must be names of leaves"),
@@ -225,6 +227,8 @@ def test_a_sum_that_must_be_computed_is_said():
         (lambda: lora(BASE, factors="a"), "factors must be"),
         (lambda: lora(BASE, WEIGHTS | {"embedding": jnp.ones((3, 8))}), "'embedding' has shape"),
         (lambda: lora(BASE, {}), "another structure"),
+        (lambda: lora(BASE, "base.npz"), "base must be the weights, got the path 'base.npz'"),  # pyright: ignore
+        (lambda: lora(BASE).merge(WEIGHTS), r"merge takes the parameters of this model, .* \(blocks.\*.qkv.w\)"),
     ],
 )
 def test_it_refuses(make, message):
@@ -253,6 +257,37 @@ def test_fedit_sends_the_adapters_and_learns():
     assert after < before - 0.05
 
 
+def network(key):
+    first, second = jax.random.split(key)
+    layers = [eqx.nn.Linear(6, 5, key=first), eqx.nn.Lambda(jax.nn.tanh), eqx.nn.Linear(5, 3, key=second)]
+    return eqx.nn.Sequential(layers)
+
+
+@pytest.mark.parametrize(
+    ("whole", "head", "x"),
+    [
+        (models.gpt(7, **SIZES, tied=False), "head", TOKENS[:, :-1]),
+        (models.from_equinox(network), "layers.2.*", np.random.default_rng(1).normal(size=(5, 6)).astype(np.float32)),
+    ],
+    ids=["gpt", "equinox"],
+)
+def test_parts_without_adapters_are_frozen(whole, head, x):
+    """A round of FedAvg moves the trained leaves as that of the whole model does, and sends nothing else."""
+    base, y = whole.init(jax.random.key(3)), TOKENS[:, 1:] if x.ndim == 2 and x.dtype == np.int32 else np.arange(5) % 3
+    model = lora(whole, base, targets=(), train=head)
+    split = fb.Split({"x": x, "y": np.asarray(y)}, np.array([0, 2, 5]))
+    local = {"client_lr": 0.5, "batch_size": None, "steps": 1}
+    params = model.init(jax.random.key(0))
+    found = fb.simulate(fb.fedavg(model.loss, **local), params, split, rounds=1)
+    wanted = fb.simulate(fb.fedavg(whole.loss, **local), base, split, rounds=1).params
+    sizes = {name: leaf.size for name, leaf in params.items()}
+    assert found.info.cost.up == 4 * sum(sizes.values()) < 4 * sum(leaf.size for leaf in jax.tree.leaves(base))
+    merged = named_arrays(model.merge(found.params))
+    for name, moved in named_arrays(wanted).items():
+        np.testing.assert_allclose(merged[name], moved if name in sizes else named_arrays(base)[name], atol=1e-6)
+        assert name not in sizes or np.abs(moved - named_arrays(base)[name]).max() > 1e-3
+
+
 def test_ffa_lora_trains_and_sends_b_only_and_its_mean_is_exact():
     model = lora(BASE, WEIGHTS, rank=2, targets=ALL, factors="b")
     first, second = (model.init(jax.random.key(seed)) for seed in (0, 1))
@@ -278,8 +313,6 @@ def test_fedsa_lora_keeps_b_on_its_client():
 
 
 def test_it_is_built_from_a_table_and_its_base_from_a_file(tmp_path):
-    from fedbraid.experiment.tensors import named_arrays, write_npz, write_tensors
-
     write_npz(tmp_path / "base.npz", named_arrays(WEIGHTS))
     table = {"rank": 3, "targets": ["qkv"], "weights": str(tmp_path / "base.npz")}
     sizes = {name: size for name, size in SIZES.items() if name != "length"}
@@ -295,7 +328,7 @@ def test_it_is_built_from_a_table_and_its_base_from_a_file(tmp_path):
         models.build("gpt", {"x": (6,)}, 7, **sizes, lora={"weights": "nowhere.npz"})
     np.save(tmp_path / "one.npy", np.ones(3))
     (tmp_path / "base.safetensors").write_bytes(b"not npz")
-    with pytest.raises(ValueError, match=r"base\.safetensors is not a NumPy archive: .* `fedbraid export RUN NAME\.npz`"):
+    with pytest.raises(ValueError, match=r"base\.safetensors is not a NumPy archive: .* `fedbraid export"):
         models.build("gpt", {"x": (6,)}, 7, **sizes, lora={"weights": str(tmp_path / "base.safetensors")})
     with pytest.raises(ValueError, match="holds one array"):
         models.build("gpt", {"x": (6,)}, 7, **sizes, lora={"weights": str(tmp_path / "one.npy")})

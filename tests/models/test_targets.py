@@ -15,7 +15,9 @@ from fedbraid.models import (
     build,
     check_targets,
     emnist_cnn,
+    encoder,
     from_equinox,
+    gpt,
     least_squares,
     logistic,
     mlp,
@@ -49,6 +51,16 @@ REFUSED = {
     ),
     "a negative label": (mlp(2, 3), [0, 1, -1, 2], "label -1"),
     "real numbers for classes": (mlp(2, 3), [0.0, 0.5, 1.0, 2.0], 'regression use least_squares, or score = "values"'),
+    "a class at every position": (
+        encoder(9, 3, layers=1, width=4, heads=2, length=5),
+        np.ones((4, 5), int),
+        r"one class for each example, and 'y' has the shape \[5\] for each: .* such as gpt",
+    ),
+    "one class for a sequence of tokens": (
+        gpt(9, layers=1, width=4, heads=2, length=5),
+        np.ones(4, int),
+        "a token at every position, .* one label for each example: .* such as encoder",
+    ),
     "labels from 1 to k": (softmax_regression(2, 2), [1, 2, 1, 2], "number the labels from 0"),
 }
 
@@ -58,6 +70,21 @@ def test_labels_that_the_model_cannot_have_are_refused(what):
     model, y, message = REFUSED[what]
     with pytest.raises(ValueError, match=message):
         check_targets(model, data_of(y))
+
+
+@pytest.mark.parametrize("model", [encoder(9, 3, layers=1, width=4, heads=2), gpt(9, layers=1, width=4, heads=2)])
+def test_tokens_that_the_model_does_not_read_are_refused(model):
+    def data(token):
+        x = np.ones((4, 5), np.int32)
+        x[3, 2] = token
+        y = np.ones(4 if model.targets.kind == "classes" else (4, 5), np.int32)
+        return fb.FederatedData(fb.Split({"x": x, "y": y}, np.array([0, 2, 4])))
+
+    check_targets(model, data(8))
+    with pytest.raises(ValueError, match=r"token 9 in 'x' \(client 1, row 1\), .* 9 tokens, .* 0 to 8: set vocab = 10"):
+        check_targets(model, data(9))
+    with pytest.raises(ValueError, match=r"token -1 in 'x' .*number the tokens from 0"):
+        check_targets(model, data(-1))
 
 
 def test_every_split_is_checked():

@@ -100,6 +100,15 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 WITHOUT_RATE = ("dog", "dowg", "prodigy")  # they find their rate over a whole run
 
 COMMON = ("weight_decay", "clip_norm", "schedule")
+_SHARE = {"low": 0, "high": 1, "open_high": True}
+RANGES: dict[str, dict[str, Any]] = {  # of options of optax, which does not check them
+    "weight_decay": {"low": 0},
+    "b1": _SHARE,
+    "b2": _SHARE,
+    "momentum": _SHARE,
+    "decay": _SHARE,
+    "eps": {"low": 0},
+}
 
 
 def optimizer(spec: OptimizerSpec, lr: Any, *, what: str = "client_opt") -> optax.GradientTransformation:
@@ -140,8 +149,11 @@ def optimizer(spec: OptimizerSpec, lr: Any, *, what: str = "client_opt") -> opta
     own = [option for option in inspect.signature(factory).parameters if option != "learning_rate"]
     for option in table:
         if option not in (*own, *COMMON):
-            near = nearest(option, (*own, *COMMON))
-            raise ValueError(f"{what} {name!r} has no option {option!r}{near}; it takes {', '.join((*own, *COMMON))}")
+            near, takes = nearest(option, (*own, *COMMON)), ", ".join(dict.fromkeys((*own, *COMMON)))
+            raise ValueError(f"{what} {name!r} has no option {option!r}{near}; it takes {takes}")
+    for option, value in table.items():
+        if option in RANGES and value is not None:
+            check_number(f"{what}.{option}", value, **RANGES[option])
     return _promoting(_composed(factory, own, table, lr, what))
 
 
@@ -161,7 +173,6 @@ def _composed(
     """The optimizer with the options that optax does not give to all."""
     clip = table.pop("clip_norm", None)
     decay = 0.0 if "weight_decay" in own else table.pop("weight_decay", 0.0)
-    check_number(f"{what}.weight_decay", decay, low=0)
     factor = schedule(table.pop("schedule", None), f"{what}.schedule")
     rate = lr if factor is None else lambda count: lr * factor(count)
     parts = [factory(rate, **table)]

@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from fedbraid.cli.notes import as_notes
+
 
 def command(
     run: Annotated[Path, typer.Argument(help="run folder, of a simulated or a deployed run")],
@@ -25,7 +27,8 @@ def command(
     from fedbraid.experiment.loading import load_run
 
     loaded = load_run(run)
-    loaded.export(file, best=best, merged=merged)
+    with as_notes(Console(stderr=True, highlight=False)):
+        loaded.export(file, best=best, merged=merged)
     params = loaded.best if best else loaded.params
     leaves = jax.tree.leaves(loaded.model.merge(params) if merged and loaded.model.merge else params)
     written = {"out": str(file), "arrays": len(leaves), "parameters": sum(leaf.size for leaf in leaves)}

@@ -76,7 +76,8 @@ def command(
         return _already(console, done, folder, output)
     if explain:
         use_cores(loaded.engine.devices)
-        return _explain(loaded, output.json)
+        with as_notes(console):
+            return _explain(loaded, output.json)
     again = resume is not None
     if where.at is None:
         use_cores(loaded.engine.devices)

@@ -176,7 +176,8 @@ class Run:
         if merged:
             if self.model.merge is None:
                 raise ConfigError("only a model with adapters can be merged ([model.lora]): export it without merged")
-            if not any(np.any(a) for name, a in named_arrays(params).items() if name.endswith(LORA_B)):
+            factors = [a for name, a in named_arrays(params).items() if name.endswith(LORA_B)]
+            if factors and not any(map(np.any, factors)):
                 notice(
                     "export: all factors lora_b of the server are zero, so the merged weights are those of the base. "
                     "With a transform that keeps lora_b on the clients (FedSA-LoRA), only they have adapted models"

@@ -81,7 +81,8 @@ def lora(
         rank: r, the width of the adapters.
         alpha: the product A B is multiplied by alpha / r.
         targets: the matrices that get adapters: parts of their names (``"qkv"`` for ``blocks.0.qkv.w``), or patterns
-            (``"blocks.*.up.w"``). Each must match a matrix.
+            (``"blocks.*.up.w"``). Each must match a matrix. Without targets there are no adapters: the leaves of
+            ``train`` are trained, and all others are frozen.
         train: further leaves that are trained whole, such as a new ``"head"``. They get no adapters.
         factors: ``"both"``, or ``"b"``, which keeps A as it was drawn (from a fixed key, the same at every client).
         inputs: the axis of a matrix that inputs are summed over: ``"first"`` for ``x @ w`` (this library, flax),
@@ -100,6 +101,10 @@ def lora(
     check_choice("inputs", inputs, tuple(AXES))
     targets, train = _patterns("targets", targets), _patterns("train", train)
     _refuse_statistics(model)
+    if isinstance(base, str | Path):
+        raise ValueError(
+            f"base must be the weights, got the path {str(base)!r}: [model.lora] weights reads such a file"
+        )
     base = jax.tree.map(jnp.asarray, model.init(jax.random.key(0)) if base is None else base)
     leaves, tree = jax.tree.flatten(base)
     _check_base(model, base)
@@ -125,6 +130,12 @@ def lora(
         return with_adapted(model.loss, parts(params), batch, key)
 
     def merge(params: PyTree) -> PyTree:
+        wanted = jax.eval_shape(init, jax.random.key(0))
+        if jax.tree.structure(params) != jax.tree.structure(wanted):
+            raise ValueError(
+                "merge takes the parameters of this model, adapters by the names of their matrices "
+                f"({_without_numbers(list(wanted))}), such as those of a run's result"
+            )
         silent = parts(params)
         return jax.tree.map(lambda leaf: _sum(leaf) if isinstance(leaf, Adapted) else leaf, silent, is_leaf=_is_adapted)
 
@@ -204,15 +215,20 @@ def _adapters(base: PyTree, targets: tuple[str, ...], train: tuple[str, ...], sc
             f"targets: {unmatched[0]!r} matches no matrix of the model{_near(unmatched[0], known)}; its matrices are "
             f"{_without_numbers(known)}"
         )
-    if not adapted:
-        raise ValueError(
-            f"targets must name a matrix that train does not train whole, got targets = {list(targets)} and "
-            f"train = {list(train)}; the matrices of the model are {_without_numbers(known)}"
-        )
     for pattern in train:
         if not any(_matches(name, pattern) for name in names):
             near = _near(pattern, names)
             raise ValueError(f"train: {pattern!r} matches no leaf of the model{near}; it has {_without_numbers(names)}")
+    if targets and not adapted:
+        raise ValueError(
+            f"targets must name a matrix that train does not train whole, got targets = {list(targets)} and "
+            f"train = {list(train)}; the matrices of the model are {_without_numbers(known)}"
+        )
+    if not targets and not whole:
+        raise ValueError(
+            "nothing is trained: name matrices that get adapters (targets), or leaves that are trained whole (train), "
+            f"got targets = [] and train = {list(train)}; the model has {_without_numbers(names)}"
+        )
     return _Adapters(tuple(names), tuple(adapted), tuple(whole), scale, axis)
 
 

@@ -134,7 +134,7 @@ def _language_model(vocab, layers, hidden, embed, projection, uncounted, layer, 
         init,
         apply,
         score,
-        targets=Targets("tokens", vocab),
+        targets=Targets("tokens", vocab, ids=vocab),
         head=("dense",),
         features=lambda params, x, key: states(params, x).swapaxes(0, 1),
     )

@@ -119,7 +119,7 @@ def llama(
         return last @ table.T
 
     score = score_tokens.through(lambda score: partial(_by_rows, partial(score, padding=PADDING)))
-    return supervised(init, apply, score, targets=Targets("tokens", vocab))._replace(predict=predict)
+    return supervised(init, apply, score, targets=Targets("tokens", vocab, ids=vocab))._replace(predict=predict)
 
 
 def _by_rows(score: Callable, outputs: tuple[Array, Array], y: Array, mask: Array) -> dict[str, tuple[Array, Array]]:
@@ -160,12 +160,12 @@ def smollm2(*, weights: str | None = None, remat: bool = True) -> Model:
             Reading it needs the package ``gguf`` (``pip install 'fedbraid[llm]'``).
         remat: as in `llama`.
     """
-    plain = llama(**SMOLLM2, remat=remat)
+    vocab, plain = SMOLLM2["vocab"], llama(**SMOLLM2, remat=remat)
     metrics = replace(as_metrics(plain.metrics), check=lambda data: check_targets(model, data))
     model = plain._replace(
         init=lambda key: _pretrained(weights or str(_installed())),
         metrics=metrics,
-        targets=Targets("tokens", SMOLLM2["vocab"], tokenizer="smollm2"),
+        targets=Targets("tokens", vocab, tokenizer="smollm2", ids=vocab),
     )
     return model
 

@@ -131,7 +131,11 @@ def build(name: str, example_shapes: Shapes, num_classes: int | None = None, **o
         if sizes[argument] is None:
             raise ValueError(
                 f"model {name!r} needs {argument!r}, which the data does not have: "
-                + ('for a regression set score = "values", else ' if "score" in allowed else "")
+                + (
+                    'for a regression set score = "values", else '
+                    if argument == "classes" and "score" in allowed
+                    else ""
+                )
                 + f"set the option {argument}"
             )
     return factory(**sizes, **options)

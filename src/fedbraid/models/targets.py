@@ -24,11 +24,13 @@ class Targets:
         classes, ``values`` are real numbers.
     count: number of classes or tokens; None means the size of the last axis of the model's outputs.
     tokenizer: the only tokenizer whose ids a pretrained language model knows; None: any.
+    ids: number of token ids that the model reads in ``x``; None if ``x`` holds other things.
     """
 
     kind: Kind
     count: int | None = None
     tokenizer: str | None = None
+    ids: int | None = None
 
 
 def check_targets(model: Any, data: Any) -> None:
@@ -54,6 +56,7 @@ use softmax_regression or another model with several classes
             f"this model was trained with the tokenizer {targets.tokenizer!r}, and the data has ids of {given!r}, "
             f"which mean other text: import or load the data with tokenizer = {targets.tokenizer!r}"
         )
+    _check_ids(targets.ids, data)
     if "y" not in data.train.arrays:
         if targets.kind == "tokens":  # a model of language may learn from x alone
             return
@@ -64,6 +67,7 @@ use softmax_regression or another model with several classes
         )
     if targets.count is None and targets.kind in ("classes", "tokens"):
         targets = Targets(targets.kind, _outputs(model, data))
+    _check_axes(targets, data.description.prepared["y"].shape[1:])
     for name, split in data.splits.items():
         prepared = np.dtype(split.arrays["y"].dtype)
         if data.preprocess is not None:
@@ -99,6 +103,36 @@ def check_labels(targets: Targets, y: Any, dtype: np.dtype, where: str, split: A
         raise ValueError(
             f"the {where} split has the label {bad}{_place(y, bad, split)}, and this model has {count} "
             f"{targets.kind}, labelled 0 to {count - 1}: set its number of {targets.kind}, or number the labels from 0"
+        )
+
+
+def _check_ids(ids: int | None, data: Any) -> None:
+    """Refuse tokens that the embedding of a model does not have: they would give NaN."""
+    for name, split in data.splits.items():
+        x = split.arrays.get("x")
+        if ids is None or x is None or not len(x) or not np.issubdtype(x.dtype, np.integer):
+            continue
+        low, high = int(np.min(x)), int(np.max(x))
+        if low < 0 or high >= ids:
+            bad = high if high >= ids else low
+            raise ValueError(
+                f"the {name} split has the token {bad} in 'x'{_place(x, bad, split)}, and this model reads {ids} "
+                f"tokens, numbered 0 to {ids - 1}: set vocab = {max(high + 1, ids)}, or number the tokens from 0"
+            )
+
+
+def _check_axes(targets: Targets, each: tuple[int, ...]) -> None:
+    """Refuse sequences of labels for a model of one label per example, and the reverse. each: shape of one label."""
+    if targets.kind == "tokens" and not each:
+        raise ValueError(
+            "this model predicts a token at every position, and 'y' has one label for each "
+            "example: use a model that classifies sequences, such as encoder"
+        )
+    if targets.kind in ("classes", "two classes") and each:
+        raise ValueError(
+            f"this model predicts one class for each example, and 'y' has the shape {list(each)} "
+            "for each: predict the next token with a model such as gpt or char_lstm, or store one "
+            "number (the argmax of one-hot labels)"
         )
 
 

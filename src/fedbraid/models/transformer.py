@@ -12,6 +12,7 @@ ids one position later, and the loss is the mean over all real tokens, as in `fe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -98,7 +99,7 @@ def gpt(
         return x @ (params["embedding"].T if tied else params["head"]["w"])
 
     score = score_tokens.through(lambda score: partial(score, padding=PADDING, uncounted=tuple(uncounted)))
-    return supervised(init, apply, score, targets=Targets("tokens", vocab))
+    return supervised(init, apply, score, targets=Targets("tokens", vocab, ids=vocab))
 
 
 def encoder(
@@ -155,7 +156,7 @@ def encoder(
         count = jnp.maximum(real.sum(-1, keepdims=True), 1)
         return last.shape(dense(params["head"], jnp.einsum("btd,bt->bd", outputs, real) / count))
 
-    return supervised(init, apply, last.score, targets=last.targets)
+    return supervised(init, apply, last.score, targets=replace(last.targets, ids=vocab))
 
 
 def _sizes(layers, width, heads, hidden, length, positions, dropout, remat) -> Sizes:

@@ -15,7 +15,7 @@ from fedbraid.data.tabular import ANY, Columns, tabulate
 __all__ = ["add_data", "csv_table", "read_csv"]
 
 _DELIMITERS = (",", ";", "\t")
-_BLOCK = 1 << 26  # bytes that are parsed together: a row may be that long (a column of text), and types are found in one
+_BLOCK = 1 << 26  # bytes that are parsed together: a row may be that long, and the first block sets the types
 
 
 def read_csv(
