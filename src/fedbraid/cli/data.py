@@ -436,12 +436,16 @@ def _step(step: dict[str, Any]) -> list[str]:
     return [str(step["name"]), *(f"{key} = {value}" for key, value in step.items() if key != "name")]
 
 
+def _clients(count: int) -> str:
+    return f"{count:,} client{'s' if count != 1 else ''}"
+
+
 def _print_summary(summary: dict[str, Any]) -> None:
-    print(f"{summary['name']}: {summary['clients']:,} clients, {format_bytes(summary['bytes'])}")
+    print(f"{summary['name']}: {_clients(summary['clients'])}, {format_bytes(summary['bytes'])}")
     for name, split in summary["splits"].items():
         sizes = split["sizes"]
         spread = f"{sizes['min']:,} to {sizes['max']:,} each, median {sizes['median']:,g}"
-        print(f"  {name:<11} {split['examples']:>12,} examples of {split['clients']:,} clients ({spread})")
+        print(f"  {name:<11} {split['examples']:>12,} examples of {_clients(split['clients'])} ({spread})")
     for field, shape in summary["shapes"].items():
         kind = "text" if shape == "text" else f"{summary['types'][field]} {shape}"
         print(f"  field {field}: {kind}")

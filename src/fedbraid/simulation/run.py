@@ -167,7 +167,8 @@ def simulate(
     with progress_bar(rounds) if progress and hosts.is_first() else contextlib.nullcontext() as show:
         told = on_progress is not None or progress or judged.judge is not None
         if not judged.ended:
-            RoundLoop(driver, schedule, tell if told else None, evaluating).run()
+            shown = on_evaluation is not None or show is not None
+            RoundLoop(driver, schedule, tell if told else None, evaluating if shown else None).run()
     return _result(driver, alg, placement, traffic)
 
 
