@@ -102,9 +102,7 @@ def lora(
     targets, train = _patterns("targets", targets), _patterns("train", train)
     _refuse_statistics(model)
     if isinstance(base, str | Path):
-        raise ValueError(
-            f"base must be the weights, got the path {str(base)!r}: [model.lora] weights reads such a file"
-        )
+        raise ValueError(f"base must be weights, got the path {str(base)!r}: weights of [model.lora] reads such a file")
     base = jax.tree.map(jnp.asarray, model.init(jax.random.key(0)) if base is None else base)
     leaves, tree = jax.tree.flatten(base)
     _check_base(model, base)
