@@ -285,9 +285,9 @@ def _flags(found: Attention, layout: Layout | None, read: Callable, batch: tuple
         values = ~read(node.args[0]) if node.name == "not" else read(node)
     b, h = batch
     mask = _ordered(values.astype(jnp.int8), labels, (b, h, found.shared, found.rows, found.columns))
-    if mask.shape[2] > 1:
-        h_size = dict(zip(found.query.labels, found.query.node.shape, strict=True)).get(h, 1)
-        mask = jnp.broadcast_to(mask, (mask.shape[0], h_size, *mask.shape[2:]))
+    if max(mask.shape[1:3]) > 1:  # every head of queries has its own, those that share keys as well
+        sizes = _sizes(found)
+        mask = jnp.broadcast_to(mask, (mask.shape[0], sizes.get(h, 1), sizes.get(found.shared, 1), *mask.shape[3:]))
     return mask.reshape(mask.shape[0], -1, *mask.shape[3:])
 
 
