@@ -227,7 +227,7 @@ def test_a_sum_that_must_be_computed_is_said():
         (lambda: lora(BASE, factors="a"), "factors must be"),
         (lambda: lora(BASE, WEIGHTS | {"embedding": jnp.ones((3, 8))}), "'embedding' has shape"),
         (lambda: lora(BASE, {}), "another structure"),
-        (lambda: lora(BASE, "base.npz"), "base must be the weights, got the path 'base.npz'"),  # pyright: ignore
+        (lambda: lora(BASE, "base.npz"), "base must be weights, got the path 'base.npz'"),  # pyright: ignore
         (lambda: lora(BASE).merge(WEIGHTS), r"merge takes the parameters of this model, .* \(blocks.\*.qkv.w\)"),
     ],
 )
