@@ -94,6 +94,26 @@ def test_only_answers_are_learned_and_cuts_are_said():
     assert sorted(read(cut["x"])) == ["2+3\n5", "ance\nParis"]
 
 
+def test_tables_by_split_are_train_and_test():
+    tables = {
+        "train": pa.table({"who": ["a"], "text": ["abc"]}),
+        "validation": pa.table({"who": ["a"], "text": ["xy"]}),
+    }
+    data = from_text(tables, client="who", length=8)
+    assert read(data.train.client(0)["x"]) == ["abc"]
+    assert read(data.test.client(0)["x"]) == ["xy"]
+
+
+def test_a_question_of_several_columns():
+    rows = {"task": ["Add.", "Hi"], "about": ["2 3", None], "reply": ["5", "Hello"], "who": ["a", "b"]}
+    data = untested(pa.table(rows), client="who", question="task, about", answer="reply", length=20)
+    assert read(data.train.client(0)["x"]) == ["Add.\n2 3\n5"]
+    assert read(data.train.client(1)["x"]) == ["Hi\nHello"]
+    assert read(data.train.client(0)["y"]) == ["5|"]
+    with pytest.raises(ValueError, match=r"no column 'abuot' \(did you mean 'about'\?\)"):
+        from_text(pa.table(rows), client="who", question="task,abuot", answer="reply")
+
+
 def test_columns_of_a_table_and_of_files_are_the_same_data(tmp_path):
     rows = {"who": [], "say": []}
     for who, texts in LETTERS.items():

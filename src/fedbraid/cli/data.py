@@ -357,7 +357,9 @@ def import_text(
     into: Into,
     client: Annotated[str | None, typer.Option(help="The column that names the client.")] = None,
     text: Annotated[str | None, typer.Option(help='The column of running text (default: "text").')] = None,
-    question: Annotated[str | None, typer.Option(help="The column of questions, together with --answer.")] = None,
+    question: Annotated[
+        str | None, typer.Option(help="The column of questions, or several with commas; together with --answer.")
+    ] = None,
     answer: Annotated[str | None, typer.Option(help="The column of answers; only they are learned.")] = None,
     tokenizer: Annotated[str, typer.Option(help="bytes, characters, or smollm2 for the model smollm2.")] = "bytes",
     length: Annotated[int, typer.Option(help="Tokens of an example.")] = 128,

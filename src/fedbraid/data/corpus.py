@@ -33,7 +33,8 @@ class TextColumns:
 
     client: the column that names the client of a row; None for a plain table, which is partitioned.
     text: the column of running text; "text" if nothing is named.
-    question, answer: instead of ``text``, columns of questions and their answers. Only answers are learned.
+    question, answer: instead of ``text``, columns of questions and their answers. Only answers are learned. A question
+        may be several columns, separated by commas, such as ``"instruction,context"``: they follow each other in lines.
     """
 
     client: str | None = None
@@ -49,11 +50,11 @@ class TextColumns:
             raise ValueError(f"name a column of text, or of questions and answers; got text = {self.text!r} and both")
 
     @property
-    def read(self) -> tuple[str, ...]:
-        """The columns of the text itself."""
+    def read(self) -> tuple[tuple[str, ...], ...]:
+        """The columns of the text itself: those of running text, or of the question and of the answer."""
         if self.question is not None and self.answer is not None:
-            return (self.question, self.answer)
-        return ("text" if self.text is None else self.text,)
+            return (tuple(name.strip() for name in self.question.split(",")), (self.answer,))
+        return (("text" if self.text is None else self.text,),)
 
 
 class Corpus(NamedTuple):
@@ -163,11 +164,12 @@ def _of_clients(clients: Mapping[Any, Any], what: str) -> Corpus:
 
 def corpus_of(names: Sequence[str], column: Callable[[str], list[Any]], columns: TextColumns, source: object) -> Corpus:
     """The texts of a table with the columns ``names``; rows without text are left out with a notice."""
-    wanted = [*columns.read, *([] if columns.client is None else [columns.client])]
+    parts = [name for group in columns.read for name in group]
+    wanted = [*parts, *([] if columns.client is None else [columns.client])]
     if missing := [name for name in wanted if name not in names]:
         near = nearest(missing[0], names)
         raise ValueError(f"{source}: no column {missing[0]!r}{near}; it has {', '.join(map(str, names))}")
-    read = [column(name) for name in columns.read]
+    read = {name: column(name) for name in parts}
     ids = None
     if columns.client is not None:
         found = column(columns.client)
@@ -175,14 +177,19 @@ def corpus_of(names: Sequence[str], column: Callable[[str], list[Any]], columns:
             row = found.index(None)
             raise ValueError(f"{source}: column {columns.client!r} has no value in row {row} (counted from 0)")
         ids = [str(who) for who in found]
-    for name, values in zip(columns.read, read, strict=True):
+    for name, values in read.items():
         odd = next((i for i, value in enumerate(values) if not isinstance(value, str | int | float | None)), None)
         if odd is not None:
             kind = type(values[odd]).__name__
             raise ValueError(f"{source}: column {name!r} holds {kind} in row {odd} (counted from 0), not text")
-    rows = [["" if value is None else str(value) for value in values] for values in read]
-    texts: list[Text] = list(rows[0]) if len(rows) == 1 else list(zip(*rows, strict=True))
+    joined = [[_joined(row) for row in zip(*(read[name] for name in group), strict=True)] for group in columns.read]
+    texts: list[Text] = list(joined[0]) if len(joined) == 1 else list(zip(*joined, strict=True))
     return _filled(Corpus(texts, ids), source)
+
+
+def _joined(values: Sequence[Any]) -> str:
+    """The values of a row that are not missing or empty, in lines."""
+    return "\n".join(str(value) for value in values if value not in (None, ""))
 
 
 def _filled(corpus: Corpus, source: object) -> Corpus:

@@ -242,8 +242,7 @@ def from_table(
     chosen = {k: options.pop(k) for k in known if k in options}
     lists = {k: tuple(chosen.pop(k) or ()) for k in ("features", "categories") if k in chosen}
     columns = Columns(**lists, **{k: v for k, v in chosen.items() if v is not None})
-    if isinstance(table, Mapping) and "train" in table and not isinstance(table["train"], (np.ndarray, list)):
-        table, test = _splits_of(table, test)
+    table, test = _without_splits(table, test)
     names = _class_names(table, columns.label)
     fitted = columns.standardise is not None or columns.missing == "mean"
     held = 0.0 if columns.client is not None or fitted else columns.test_fraction
@@ -296,7 +295,8 @@ def from_text(
         test: the same for test texts of the same clients; or set ``test_fraction``.
         client: the column that names the client of a row. Without it, rows are partitioned.
         text: the column of running text.
-        question: with ``answer``: columns of questions and answers. Only the answers' tokens count in the loss.
+        question: with ``answer``: columns of questions and answers. Only the answers' tokens count in the loss. Several
+            columns of a question are separated by commas.
         answer: see ``question``.
         tokenizer: ``"bytes"``, ``"characters"`` or ``"smollm2"`` (`fedbraid.data.tokenizer`).
         length: tokens of an example.
@@ -312,6 +312,7 @@ def from_text(
     (['ann', 'bob'], [1, 2], [1, 0], 258)
     """
     columns, encoding = corpus.TextColumns(client, text, question, answer), tokens.tokenizer(tokenizer)
+    source, test = _without_splits(source, test)
     train = corpus.read(source, columns, "text")
     held = None if test is None else corpus.read(test, columns, "test text")
     if train.ids is not None and (partition is not None or options):
@@ -325,8 +326,11 @@ def from_text(
     return _told(corpus.federated(train, held, encoding, **how))
 
 
-def _splits_of(tables: Mapping[str, Any], test: Any) -> tuple[Any, Any]:
-    """The train and test tables of a Hugging Face ``DatasetDict``."""
+def _without_splits(tables: Any, test: Any) -> tuple[Any, Any]:
+    """The train and test tables of a Hugging Face ``DatasetDict``; other sources as they are."""
+    columns = (np.ndarray, list, tuple, str)
+    if not isinstance(tables, Mapping) or "train" not in tables or isinstance(tables["train"], columns):
+        return tables, test
     if test is not None:
         raise ValueError(f"the tables have the splits {', '.join(tables)}, so test is not needed")
     used = "test" if "test" in tables else "validation" if "validation" in tables else None
