@@ -380,6 +380,11 @@ def test_a_sweep_goes_in_the_direction_of_its_metric(own_model, metric, better, 
     assert {judged_by(row) for row in rows_} == {Metric(f"validation_{metric}", summary["better"])}
 
 
+def test_no_more_rounds_are_averaged_than_there_are(own_model):
+    lab = Lab(load_config(settings=own_model), SweepSettings(over={RATE: RATES}, last=1000))
+    assert str(lab.criterion).endswith(f"averaged over the last {load_config(settings=own_model).rounds} rounds")
+
+
 def test_halving_keeps_the_points_with_the_lowest_perplexity(own_model):
     file = Trials(None)
     settings = SweepSettings(over={RATE: [1e-5, 0.1, 0.05]}, metric="perplexity", halving=3, last=2)

@@ -184,13 +184,13 @@ class Config(_Section):
     modules: str | None = None
 
 
-def load_config(path: Path | None = None, settings: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path | None = None, settings: Sequence[str] = ()) -> Config:
     """The configuration in a TOML file (default: the embedded one), changed by ``key.path=value`` settings.
 
     >>> load_config(settings=["algorithm.name=fedprox", "algorithm.alpha=0.5", "rounds=7"]).algorithm.options
     {'alpha': 0.5}
     """
-    return parse(read_tree(path, settings))
+    return parse(read_tree(None if path is None else Path(path), settings))
 
 
 def read_tree(path: Path | None = None, settings: Sequence[str] = ()) -> dict[str, Any]:

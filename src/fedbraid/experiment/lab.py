@@ -167,7 +167,7 @@ class Lab:
             declared=experiment.metrics.declared,
             better=settings.better,
         )
-        return Criterion(metric, settings.last, settings.target)
+        return Criterion(metric, min(settings.last, config.rounds), settings.target)
 
     def check(self) -> None:
         """Build every value of every key once, so that errors are found before anything runs."""
