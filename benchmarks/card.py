@@ -154,6 +154,7 @@ LINE = re.compile(r"\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$")
 NAME = re.compile(r"%([\w.\-]+)")
 FREE = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "partition-id")
 PARTS = ("dynamic-slice", "gather", "slice")
+START = "fusion-start"  # a kernel that runs while others do; jax 0.11 copies slices so
 
 
 class Line(NamedTuple):
@@ -217,12 +218,13 @@ def _walk(parts: dict[str, list[Line]], name: str, times: int) -> Iterator[Kerne
         elif line.operation == "conditional":
             for branch in NAME.findall(line.rest.split("), ", 1)[1]):
                 yield from _walk(parts, branch, times) if branch in parts else ()
-        elif line.operation not in FREE:
+        elif line.operation not in FREE and not line.operation.endswith("-done"):  # its work is counted at the start
             inside = parts.get(line.computation("calls") or "", [])
             moved = _written(line, inside) + sum(
                 _read(inside, i, size(shapes.get(operand, ""))) for i, operand in enumerate(line.operands)
             )
-            yield Kernel(_name(line), line.shape.split("{")[0].lstrip("("), times, moved)
+            shape = inside[-1].shape if line.operation == START else line.shape
+            yield Kernel(_name(line), shape.split("{")[0].lstrip("("), times, moved)
 
 
 def _name(line: Line) -> str:
@@ -232,6 +234,8 @@ def _name(line: Line) -> str:
 
 def _written(line: Line, inside: list[Line]) -> int:
     """The bytes that a kernel writes: a part of its result if it is updated in place."""
+    if line.operation == START:
+        line = line._replace(shape=inside[-1].shape)  # that of the line holds the operands, too
     if inside and inside[-1].operation == "dynamic-update-slice":
         return size({each.name: each.shape for each in inside}[inside[-1].operands[1]])
     return size(line.shape)

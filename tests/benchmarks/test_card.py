@@ -65,6 +65,22 @@ def test_kernels_are_counted_as_often_as_their_loop_runs_with_the_bytes_they_mov
     }
 
 
+@pytest.mark.parametrize("name", ["loop_fusion.3", "update_fusion.1"])
+def test_kernels_that_run_beside_others_are_counted_once(card, name):
+    """jax 0.11 starts some kernels in one place and waits for them in another."""
+    line = next(line for line in PROGRAM.splitlines() if f"%{name} =" in line)
+    result, call = line.split(" = ")[1].split(" fusion(")
+    start = f"  %fusion-start.2 = ((f32[8,100]{{1,0}}, s32[]), {result}, u32[]) fusion-start({call}"
+    done = f"  %{name} = {result} fusion-done(%fusion-start.2)"
+
+    def counted(program):
+        return {kernel.name: (kernel.times, kernel.moved) for kernel in card.kernels_of(program)}
+
+    plain = counted(PROGRAM)
+    plain["fusion-start"] = plain.pop(name.split(".")[0])
+    assert counted(PROGRAM.replace(line, f"{start}\n{done}")) == plain
+
+
 def test_numbers_that_grew_are_named(card):
     old = {"gpt": {"kernels": 100, "bytes": 1000, "memory": 50, "commit": "abc"}}
     new = {"gpt": {"kernels": 101, "bytes": 1100, "memory": 49, "commit": "def"}, "new": {"kernels": 1}}
