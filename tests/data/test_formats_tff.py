@@ -69,7 +69,7 @@ def test_tff_shakespeare_keeps_snippets_and_windows_are_made_on_loading(tmp_path
     windows = load("shakespeare", path=tmp_path / "s")
     assert windows.train.sizes.tolist() == [1 + 3, 1]  # 202 symbols are three blocks of 81
     assert windows.train.arrays["x"].shape[1] == 80
-    assert windows.info["classes"] == 90
+    assert (windows.info["classes"], windows.info["tokenizer"]) == (90, "characters")
     assert windows.info["snippets"] == {"train": 3, "test": 1}
     assert text.decode(windows.train.client(1)["x"][0]) == "Or not"
     batch = windows.preprocess(windows.train.client(0), None, False)

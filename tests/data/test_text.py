@@ -2,8 +2,10 @@
 
 import gzip
 import json
+from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,6 +15,7 @@ import fedbraid as fb
 from fedbraid import models
 from fedbraid.data import from_text, import_data, open_store, repartition, tokenizer
 from fedbraid.data.catalog import load
+from fedbraid.lowering import captured
 from told import told
 
 LETTERS = {"ann": ["abcdef", "gh"], "bob": ["ijk"], "cleo": ["lmnopq", "rst", "uvw", "xyz"]}
@@ -75,6 +78,8 @@ def test_test_texts_of_other_clients_are_unseen():
     assert data.test.sizes.tolist() == [0, 1, 0]
     assert read(data.test.client(1)["x"]) == ["zz"]
     assert list(data.unseen.ids) == ["dan"]
+    with pytest.raises(ValueError, match="the test texts have none; name their client column"):
+        from_text(LETTERS, pa.table({"text": ["zz"]}))
     with pytest.raises(ValueError, match="not both"):
         from_text(LETTERS, {"bob": ["zz"]}, test_fraction=0.5)
 
@@ -212,6 +217,8 @@ def test_a_pretrained_model_refuses_ids_of_another_tokenizer():
     data = untested(LETTERS, length=8)
     with pytest.raises(ValueError, match="trained with the tokenizer 'smollm2', and the data has ids of 'bytes'"):
         models.smollm2().metrics.check(data)
+    with told("does not say which tokenizer"):
+        models.smollm2().metrics.check(replace(data, info={}))
     models.gpt(258, layers=1, width=8, heads=2, length=8).metrics.check(data)
 
 
@@ -239,3 +246,18 @@ def test_generation_sees_only_the_last_tokens_and_stops():
         models.generate(even, (), [], length=4)
     with pytest.raises(ValueError, match=r"gives logits \[B, T, vocab\]"):
         models.generate(model._replace(predict=lambda p, x: x), (), [1], length=4)
+
+
+def test_frozen_weights_are_an_argument_of_the_program_that_writes(monkeypatch):
+    table = np.random.default_rng(0).standard_normal((200, 200)).astype(np.float32)
+    frozen = models.from_functions(lambda key: (), lambda p, b, key: 0.0, predict=lambda p, x: jnp.asarray(table)[x])
+    programs, jit = [], captured.jit
+    monkeypatch.setattr(captured, "jit", lambda function: programs.append(jit(function)) or programs[-1])
+    written = models.generate(frozen, (), [1], tokens=3, length=4, temperature=0.0)
+    expected = [1]
+    for _ in range(3):
+        expected.append(1 + int(np.argmax(table[expected[-1], 1:])))
+    assert written == expected[1:]
+    (program,) = programs
+    arguments = (), np.zeros(4, np.int32), np.int32(1), jax.random.key(0)
+    assert len(program.lower(*arguments).as_text()) < table.nbytes // 4

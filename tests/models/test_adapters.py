@@ -313,7 +313,6 @@ def test_build_takes_the_users_own(monkeypatch, tmp_path):
         ("mlp", {"pixels": (4,)}, 10, {}, r"the data has \['pixels'\]"),
         ("emnist_cnn", {"x": (5, 4, 3, 2)}, 10, {}, "set the option image"),
         ("encoder", {"x": (20,), "y": ()}, 5, {}, "needs 'vocab', which the data does not have: set the option vocab"),
-        ("smollm2", {"x": (20,)}, 90, {}, '49,152 ids; the data has 90: set data.tokenizer = "smollm2"'),
         ("gpt", {"x": (20,)}, 9, {"tied": "no"}, "option tied of model 'gpt' must be true or false, got 'no'"),
         ("emnist_cnn", {"x": (28, 28)}, 9, {"dropout": 0.5}, "dropout of .* must be true or false, got 0.5"),
         ("gpt", {"x": (20,)}, 9, {"dropout": "0.1"}, "dropout of model 'gpt' must be a number, got '0.1'"),

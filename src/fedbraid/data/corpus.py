@@ -126,7 +126,8 @@ def divided(corpus: Corpus, parts: partitions.Parts) -> Corpus:
 
 def _by_client(corpus: Corpus, source: object) -> dict[str, list[Text]]:
     """Each client's texts, in their order; clients in alphabetical order."""
-    assert corpus.ids is not None
+    if corpus.ids is None:
+        raise ValueError(f"{source}: the train texts have clients, the test texts have none; name their client column")
     groups: dict[str, list[Text]] = {}
     for who, text in zip(corpus.ids, corpus.texts, strict=True):
         groups.setdefault(check_client(who, str(source)), []).append(text)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbraid.core import check_count, check_number
+from fedbraid.lowering import captured
 from fedbraid.models.lstm import PADDING
 from fedbraid.models.model import Array, Model, PyTree
 
@@ -55,14 +56,13 @@ def generate(
     if len(shape) != 3 or shape[:2] != (1, length):
         raise ValueError(f"a language model gives logits [B, T, vocab], this one gives {shape} for ids [1, {length}]")
 
-    @jax.jit
-    def draw(params: PyTree, window: Array, count: Array, key: Array) -> Array:
+    def drawn(params: PyTree, window: Array, count: Array, key: Array) -> Array:
         logits = model.predict(params, window[None])[0, count - 1].at[PADDING].set(-jnp.inf)
         if temperature == 0:
             return jnp.argmax(logits)
         return jax.random.categorical(key, logits / temperature)
 
-    added: list[int] = []
+    draw, added = captured.jit(drawn), list[int]()  # the frozen weights of a model are an argument of the program
     for step in range(tokens):
         seen = (given + added)[-length:]
         window = np.full(length, PADDING, np.int32)

@@ -13,7 +13,7 @@ from fedbraid.models.low_rank import lora, read_weights
 from fedbraid.models.lstm import char_lstm, word_lstm
 from fedbraid.models.model import Model
 from fedbraid.models.perceptron import mlp
-from fedbraid.models.pretrained import SMOLLM2, llama, smollm2
+from fedbraid.models.pretrained import llama, smollm2
 from fedbraid.models.resnet import resnet18_gn
 from fedbraid.models.transformer import encoder, gpt
 from fedbraid.names import Names, check_types, nearest, resolve
@@ -117,11 +117,6 @@ def build(name: str, example_shapes: Shapes, num_classes: int | None = None, **o
     check_types(f"model {name!r}", factory, options)
     if "x" not in example_shapes:
         raise ValueError(f"model {name!r} reads the field 'x', the data has {sorted(example_shapes)}; rename its input")
-    if name == "smollm2" and num_classes not in (None, SMOLLM2["vocab"]):
-        raise ValueError(
-            f"model 'smollm2' reads the tokens of its own tokenizer, {SMOLLM2['vocab']:,} ids; the data has "
-            f'{num_classes:,}: set data.tokenizer = "smollm2"'
-        )
     sizes = {}
     for argument, size in _SIZES[name].items():
         if argument in options:

@@ -50,12 +50,7 @@ use softmax_regression or another model with several classes
     targets = model.targets
     if targets is None:
         return
-    given = data.info.get("tokenizer")
-    if None not in (targets.tokenizer, given) and targets.tokenizer != given:
-        raise ValueError(
-            f"this model was trained with the tokenizer {targets.tokenizer!r}, and the data has ids of {given!r}, "
-            f"which mean other text: import or load the data with tokenizer = {targets.tokenizer!r}"
-        )
+    _check_tokenizer(targets.tokenizer, data)
     _check_ids(targets.ids, data)
     if "y" not in data.train.arrays:
         if targets.kind == "tokens":  # a model of language may learn from x alone
@@ -104,6 +99,22 @@ def check_labels(targets: Targets, y: Any, dtype: np.dtype, where: str, split: A
             f"the {where} split has the label {bad}{_place(y, bad, split)}, and this model has {count} "
             f"{targets.kind}, labelled 0 to {count - 1}: set its number of {targets.kind}, or number the labels from 0"
         )
+
+
+def _check_tokenizer(wanted: str | None, data: Any) -> None:
+    """Refuse ids of another tokenizer than the one that a pretrained model knows: they mean other text."""
+    given = data.info.get("tokenizer")
+    if wanted is None or given == wanted:
+        return
+    if given is None:
+        return notice(
+            f"this model was trained with the tokenizer {wanted!r}, and the data does not say which tokenizer made its "
+            "ids; ids of another one mean other text"
+        )
+    raise ValueError(
+        f"this model was trained with the tokenizer {wanted!r}, and the data has ids of {given!r}, which mean other "
+        f"text: import or load the data with tokenizer = {wanted!r}"
+    )
 
 
 def _check_ids(ids: int | None, data: Any) -> None:

@@ -7,7 +7,7 @@ subfolders, each file is a client, and its paragraphs, which blank lines separat
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,16 +65,18 @@ def _corpus(paths: Sequence[Path], columns: TextColumns) -> Corpus:
             raise ValueError(f"{paths[0]}: text files have no columns; leave client, text, question and answer out")
         parts = [_folder(path) for path in paths]
     else:
-        read = {"CSV": csv_table, "JSON lines": _lines, "Parquet or Arrow": lambda path: whole_table([path])}[kind]
-        tables = [read(path) for path in paths]
-        parts = [
-            corpus_of(table.column_names, lambda name, table=table: table.column(name).to_pylist(), columns, path)
-            if not isinstance(table, dict)
-            else corpus_of(list(table), table.__getitem__, columns, path)
-            for path, table in zip(paths, tables, strict=True)
-        ]
+        parts = [corpus_of(*_table(path, kind), columns, path) for path in paths]
     ids = None if parts[0].ids is None else [who for part in parts for who in part.ids or ()]
     return Corpus([one for part in parts for one in part.texts], ids)
+
+
+def _table(path: Path, kind: str) -> tuple[list[str], Callable[[str], list[Any]]]:
+    """The names of the columns of a file, and a function from a name to the values."""
+    if kind == "JSON lines":
+        found = _lines(path)
+        return list(found), found.__getitem__
+    table = csv_table(path) if kind == "CSV" else whole_table([path])
+    return table.column_names, lambda name: table.column(name).to_pylist()
 
 
 def _kind(path: Path) -> str:
